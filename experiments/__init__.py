@@ -1,0 +1,1 @@
+"""Commands: they compose traces, planner and executor, and print what came out."""

@@ -1,0 +1,1 @@
+"""What a step cost and where its time went."""

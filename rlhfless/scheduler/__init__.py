@@ -1,0 +1,1 @@
+"""The planner: pure policies from frozen facts to a whole plan."""

@@ -1,0 +1,223 @@
+"""Profile: what a model on a GPU type costs, as a planner or an executor reads it.
+
+The decode grid gives the latency of one decode iteration for (batch, mean context). It is linear between grid
+points, so the time of many iterations of a constant batch has a closed form: the mean context grows by one token
+an iteration, and each stretch between two grid contexts is an arithmetic series.
+"""
+
+from bisect import bisect_right
+from dataclasses import dataclass, field
+from math import ceil
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from rlhfless.errors import InfeasibleError, InputError
+from rlhfless.types.arrays import FloatArray, IntArray
+from rlhfless.types.codec import from_json, to_json
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileData:
+    """The fields of a profile file."""
+
+    schema: int
+    """Version of this layout."""
+    name: str
+    """What commands call it, for instance qwen2.5-3b_l40s_tp2."""
+    model: str
+    """Hugging Face name of the model."""
+    gpu: str
+    """GPU type, a key of `rlhfless.types.cluster.GPUS`, or cpu."""
+    tp: int
+    """GPUs of one actor: the tensor-parallel size."""
+    kind: str
+    """How it was made: tables, roofline or measured."""
+    origin: str
+    """What was measured, by whom, and the command that made this file."""
+    licence: str
+    """Licence of the figures."""
+    notes: tuple[str, ...]
+    """Doubts and choices that a reader of results should know."""
+    parameters: float
+    """Weights of the model, counted."""
+    weight_bytes: float
+    """Bytes of one copy of the weights, all ranks together."""
+    kv_bytes_per_token: float
+    """Bytes of one token's KV, all ranks together."""
+    kv_capacity_tokens: int
+    """Tokens whose KV one actor holds at once."""
+    max_slots: int
+    """Responses that one actor runs at once."""
+    max_batched_tokens: int
+    """Tokens that one prefill iteration takes; more are split over iterations."""
+    decode_batch: IntArray
+    """int[B]: grid batches, ascending, the first 1."""
+    decode_context: IntArray
+    """int[C]: grid mean contexts in tokens, ascending."""
+    decode_s: FloatArray
+    """float[B, C]: seconds of one decode iteration."""
+    prefill_tokens: IntArray
+    """int[P]: grid sizes of one prefill iteration in tokens, ascending, up to max_batched_tokens."""
+    prefill_s: FloatArray
+    """float[P]: seconds of one prefill iteration."""
+    iteration_overhead_s: float
+    """Seconds of engine work that come on top of every iteration."""
+    cold_start_s: float
+    """Seconds from asking for an actor's process to an engine that waits for weights, nothing prepared."""
+    warm_start_s: float
+    """The same for a process kept alive."""
+
+
+def _check(data: ProfileData, where: str) -> None:
+    """Raise InputError unless the grids are complete, finite, positive and monotone."""
+
+    def require(holds: bool, what: str) -> None:
+        if not holds:
+            raise InputError(f"{where}: {what}")
+
+    for name in ("decode_batch", "decode_context", "prefill_tokens"):
+        axis = getattr(data, name)
+        require(axis.ndim == 1 and axis.size >= 2, f"{name} needs at least two grid points")
+        require(bool(np.all(np.diff(axis) > 0)) and axis[0] >= 1, f"{name} must ascend from at least 1")
+    require(data.decode_batch[0] == 1, f"decode_batch must begin at 1, not {data.decode_batch[0]}")
+    shape = (data.decode_batch.size, data.decode_context.size)
+    require(data.decode_s.shape == shape, f"decode_s has shape {data.decode_s.shape}, the grid needs {shape}")
+    require(data.prefill_s.shape == data.prefill_tokens.shape, "prefill_s and prefill_tokens differ in length")
+    for name in ("decode_s", "prefill_s"):
+        values = getattr(data, name)
+        bad = ~(np.isfinite(values) & (values > 0))
+        require(not bad.any(), f"{name} holds {values[bad][0] if bad.any() else ''}; every latency must be above 0 s")
+    require(bool(np.all(np.diff(data.decode_s, axis=0) >= 0)), "decode_s must not fall as the batch grows")
+    require(bool(np.all(np.diff(data.decode_s, axis=1) >= 0)), "decode_s must not fall as the context grows")
+    require(bool(np.all(np.diff(data.prefill_s) >= 0)), "prefill_s must not fall as the tokens grow")
+    require(data.max_slots <= data.decode_batch[-1], f"max_slots {data.max_slots} lies beyond the decode grid")
+    require(data.max_batched_tokens <= data.prefill_tokens[-1], "max_batched_tokens lies beyond the prefill grid")
+    for name in ("tp", "max_slots", "max_batched_tokens", "kv_capacity_tokens", "parameters", "weight_bytes"):
+        require(getattr(data, name) > 0, f"{name} is {getattr(data, name)}; it must be above 0")
+    for name in ("kv_bytes_per_token", "iteration_overhead_s", "cold_start_s", "warm_start_s"):
+        require(getattr(data, name) >= 0, f"{name} is {getattr(data, name)}; it must not be negative")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """A checked profile with the tables that make its closed forms quick."""
+
+    data: ProfileData
+    """What the file holds."""
+    speed: float = 1.0
+    """Factor on every compute latency: 1.1 is a profile that is 10 % slower. For perturbing a world or a planner."""
+    row_s: FloatArray = field(init=False, repr=False, compare=False)
+    """float[max_slots + 1, C]: iteration latency for every whole batch at the grid contexts; row 0 is unused."""
+    _context: list[float] = field(init=False, repr=False, compare=False)
+    _rows: list[list[float]] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        data = self.data
+        batches = np.arange(data.max_slots + 1, dtype=np.float64)
+        columns = [np.interp(batches, data.decode_batch, data.decode_s[:, c]) for c in range(data.decode_context.size)]
+        rows = (np.stack(columns, axis=1) + data.iteration_overhead_s) * self.speed
+        rows.flags.writeable = False
+        object.__setattr__(self, "row_s", rows)
+        object.__setattr__(self, "_context", data.decode_context.astype(float).tolist())
+        object.__setattr__(self, "_rows", rows.tolist())
+
+    @classmethod
+    def from_json(cls, text: str | bytes, where: str = "profile") -> "Profile":
+        """Read a profile file's text. Raises SchemaError or InputError, naming `where`."""
+        data = from_json(text, ProfileData, SCHEMA, where)
+        _check(data, where)
+        return cls(data=data)
+
+    @classmethod
+    def read(cls, path: Path) -> "Profile":
+        """Read a profile file. Raises InputError if it is missing, as `from_json` otherwise."""
+        try:
+            text = path.read_bytes()
+        except OSError as error:
+            raise InputError(f"{path}: cannot read the profile ({error.strerror})") from None
+        return cls.from_json(text, str(path))
+
+    def to_json(self) -> str:
+        """The file's text. `speed` is a perturbation of one run and is not part of the file."""
+        return to_json(self.data)
+
+    @property
+    def max_context(self) -> int:
+        """Longest mean context, in tokens, that the decode grid covers."""
+        return int(self.data.decode_context[-1])
+
+    def require_fit(self, max_prompt_tokens: int, max_response_tokens: int) -> None:
+        """Raise InfeasibleError unless one response of these sizes fits the grid and an actor's KV cache."""
+        longest = max_prompt_tokens + max_response_tokens
+        for limit, what in ((self.max_context, "the decode grid"), (self.data.kv_capacity_tokens, "the KV cache")):
+            if longest > limit:
+                raise InfeasibleError(
+                    f"profile {self.data.name}: prompt {max_prompt_tokens} + response {max_response_tokens} tokens "
+                    f"exceed {what} of {limit} tokens; lower the cap or take a profile with more GPUs per actor"
+                )
+
+    def decode_iteration_s(self, batch: npt.ArrayLike, context: npt.ArrayLike) -> FloatArray:
+        """Seconds of one decode iteration, elementwise. `batch` real in 0..max_slots, `context` the mean, in tokens.
+
+        Linear between grid points in both directions; below the first grid context, that context's value.
+        """
+        knots = self.data.decode_context
+        b = np.asarray(batch, dtype=np.float64)
+        c = np.clip(np.asarray(context, dtype=np.float64), knots[0], knots[-1])
+        low_b = np.clip(b.astype(np.int64), 1, self.data.max_slots - 1) if self.data.max_slots > 1 else np.int64(1)
+        low_c = np.clip(np.searchsorted(knots, c, side="right") - 1, 0, knots.size - 2)
+        share_c = (c - knots[low_c]) / (knots[low_c + 1] - knots[low_c])
+        flat, width = self.row_s.ravel(), knots.size
+        at = low_b * width + low_c
+        lower = flat[at] + share_c * (flat[at + 1] - flat[at])
+        if self.data.max_slots == 1:
+            return np.asarray(lower)
+        upper = flat[at + width] + share_c * (flat[at + width + 1] - flat[at + width])
+        return np.asarray(lower + np.clip(b - low_b, 0.0, 1.0) * (upper - lower))
+
+    def decode_run_s(self, batch: int, context: float, iterations: int) -> float:
+        """Seconds of `iterations` decode iterations of a constant batch whose mean context begins at `context`.
+
+        Exact: equal to summing `decode_iteration_s(batch, context + j)` for j < iterations.
+        """
+        knots, row = self._context, self._rows[batch]
+        last = len(knots) - 2
+        total, at, left = 0.0, context, iterations
+        if at < knots[0]:
+            flat = min(left, ceil(knots[0] - at))
+            total, at, left = flat * row[0], at + flat, left - flat
+        segment = min(bisect_right(knots, at) - 1, last)
+        while left > 0:
+            slope = (row[segment + 1] - row[segment]) / (knots[segment + 1] - knots[segment])
+            count = left if segment == last else min(left, ceil(knots[segment + 1] - at))
+            first = row[segment] + slope * (at - knots[segment])
+            total += count * first + slope * (count * (count - 1) / 2)
+            at, left, segment = at + count, left - count, segment + 1
+        return total
+
+    def decode_run_iterations(self, batch: int, context: float, time_s: float, most: int) -> int:
+        """The fewest iterations, at most `most`, whose `decode_run_s` is at least `time_s`."""
+        low, high = 0, most
+        while low < high:
+            middle = (low + high) // 2
+            if self.decode_run_s(batch, context, middle) >= time_s:
+                high = middle
+            else:
+                low = middle + 1
+        return low
+
+    def prefill_s(self, tokens: npt.ArrayLike) -> FloatArray:
+        """Seconds to prefill `tokens` prompt tokens, elementwise, in iterations of at most max_batched_tokens.
+
+        Below the first grid size, that size's value (an iteration has a least cost); 0 tokens take no time.
+        """
+        data = self.data
+        count = np.asarray(tokens, dtype=np.float64)
+        full, rest = np.divmod(count, data.max_batched_tokens)
+        whole_s = np.interp(data.max_batched_tokens, data.prefill_tokens, data.prefill_s) + data.iteration_overhead_s
+        rest_s = np.interp(rest, data.prefill_tokens, data.prefill_s) + data.iteration_overhead_s
+        return np.asarray((full * whole_s + np.where(rest > 0, rest_s, 0.0)) * self.speed)

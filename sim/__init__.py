@@ -1,0 +1,1 @@
+"""A discrete-event cluster that carries plans out on profiled execution times."""

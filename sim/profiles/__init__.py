@@ -1,0 +1,1 @@
+"""Profiles: shipped files and the providers that make them."""

@@ -1,0 +1,1 @@
+"""Traces: recorded and synthetic response lengths in one versioned format."""

@@ -1,0 +1,1 @@
+"""Readers of other people's files into the trace format."""
