@@ -25,7 +25,7 @@ def _from_builtin(kind: Any, value: object) -> object:
     """Columns arrive as (nested) lists; the annotation `NDArray[dtype]` names the element type."""
     dtype = get_args(get_args(kind)[1])[0]
     try:
-        column = np.array(value, dtype=dtype)
+        column = np.array(value) if dtype is np.generic else np.array(value, dtype=dtype)
     except (TypeError, ValueError) as error:
         raise ValueError(f"expected a (nested) list of {np.dtype(dtype).name}: {error}") from None
     if column.dtype.kind == "i" and column.size and not np.array_equal(column, np.asarray(value, dtype=np.float64)):
