@@ -8,7 +8,7 @@ import numpy as np
 
 from rlhfless.errors import InfeasibleError, InputError
 from rlhfless.types.arrays import IntArray, ints
-from rlhfless.units import GB, GBIT, GIB, TERA
+from rlhfless.units import GB, GBIT, MIB, TERA
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +18,7 @@ class Gpu:
     name: str
     """Key of the catalogue, spelt as aiconfigurator spells its systems."""
     memory_bytes: float
-    """Device memory."""
+    """Device memory that its driver reports, which is less than the size in its name."""
     memory_bytes_per_s: float
     """Peak memory bandwidth."""
     flops: float
@@ -34,11 +34,11 @@ class Gpu:
 
 
 def _gpu(
-    name: str, gib: float, gb_per_s: float, tflops: float, usd: float, local: float, gbit: float, source: str
+    name: str, mib: float, gb_per_s: float, tflops: float, usd: float, local: float, gbit: float, source: str
 ) -> Gpu:
     return Gpu(
         name=name,
-        memory_bytes=gib * GIB,
+        memory_bytes=mib * MIB,
         memory_bytes_per_s=gb_per_s * GB,
         flops=tflops * TERA,
         usd_per_hour=usd,
@@ -54,18 +54,20 @@ GPUS: Mapping[str, Gpu] = MappingProxyType(
     {
         gpu.name: gpu
         for gpu in (
-            # name, memory GiB, GB/s, dense bf16 TFLOP/s, list $/h (chosen, 2026), local GB/s, host network Gbit/s
-            _gpu("h100_sxm", 80, 3350, 989, 3.00, 450, 3200, _NVLINK + "; DGX H100 network, 8 x 400 Gbit/s"),
-            _gpu("h200_sxm", 141, 4800, 989, 3.80, 450, 3200, _NVLINK + "; DGX H200 network, 8 x 400 Gbit/s"),
-            _gpu("a100_sxm", 80, 2039, 312, 1.80, 300, 1600, _NVLINK + "; DGX A100 network, 8 x 200 Gbit/s"),
-            _gpu("b200_sxm", 180, 8000, 2250, 5.50, 900, 3200, _NVLINK + "; DGX B200 network, 8 x 400 Gbit/s"),
-            _gpu("l40s", 48, 864, 362, 1.90, 32, 400, _PCIE + "; AWS g6e.48xlarge network, 400 Gbit/s"),
-            _gpu("l4", 24, 300, 121, 0.80, 32, 100, _PCIE + "; AWS g6.48xlarge network, 100 Gbit/s"),
-            _gpu("a10g", 24, 600, 70, 1.00, 32, 100, _PCIE + "; AWS g5.48xlarge network, 100 Gbit/s"),
+            # name, memory MiB, GB/s, dense bf16 TFLOP/s, list $/h (chosen, 2026), local GB/s, host network Gbit/s
+            _gpu("h100_sxm", 81559, 3350, 989, 3.00, 450, 3200, _NVLINK + "; DGX H100 network, 8 x 400 Gbit/s"),
+            _gpu("h200_sxm", 143771, 4800, 989, 3.80, 450, 3200, _NVLINK + "; DGX H200 network, 8 x 400 Gbit/s"),
+            _gpu("a100_sxm", 81920, 2039, 312, 1.80, 300, 1600, _NVLINK + "; DGX A100 network, 8 x 200 Gbit/s"),
+            _gpu("b200_sxm", 171661, 8000, 2250, 5.50, 900, 3200, _NVLINK + "; DGX B200 network, 8 x 400 Gbit/s"),
+            _gpu("l40s", 46068, 864, 362, 1.90, 32, 400, _PCIE + "; AWS g6e.48xlarge network, 400 Gbit/s"),
+            _gpu("l4", 23034, 300, 121, 0.80, 32, 100, _PCIE + "; AWS g6.48xlarge network, 100 Gbit/s"),
+            _gpu("a10g", 23028, 600, 70, 1.00, 32, 100, _PCIE + "; AWS g5.48xlarge network, 100 Gbit/s"),
         )
     }
 )
-"""GPU catalogue. Memory, bandwidth and FLOP/s are the makers' figures; prices are chosen defaults."""
+"""GPU catalogue. Bandwidth and FLOP/s are the makers' figures; prices are chosen defaults. Memory is what nvidia-smi
+prints (H100, A100, L40S, L4, A10G: github.com/modal-labs/modal-client/pull/2797; H200: read off one); B200's is the
+180 GB of its data sheet, not read off one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ the whole run. split: learner with preparation, and the decode actors, reserve G
 
 Start = Literal["cold", "prewarmed", "warm"]
 """cold: a function is asked for when its inputs are ready. prewarmed: asked for ahead, by `Prewarm`. warm: prewarmed,
-and a function that ran on the same GPUs in the step before is woken instead of started anew."""
+and a process that has run on the same GPUs in an earlier step is woken instead of started anew."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +44,9 @@ class DecodeActor:
 
     responses: IntArray
     """int[assigned]: response numbers (prompt * n + sample) in the order in which they are admitted."""
+    prefill_tokens: IntArray
+    """int[assigned]: prompt tokens that the actor computes itself when it first admits each of them: what neither the
+    prefill actor has delivered nor its own prefix cache holds from those before."""
     slots: int
     """Responses that it runs at once."""
 
@@ -110,8 +113,8 @@ class PlanEstimate:
 
     prefill_s: float
     """Seconds of the prefill actor."""
-    weights_s: FloatArray
-    """float[actors]: arrival of the weights after the step's start."""
+    ready_s: FloatArray
+    """float[actors]: when the weights have arrived and a process that must start anew has started."""
     kv_s: FloatArray
     """float[actors]: transfer of the prompts' KV, after prefill."""
     decode_s: FloatArray
@@ -188,6 +191,9 @@ class Plan:
         require(missing.size == 0, f"response {missing[:1].tolist()} is decoded by no actor ({missing.size} in all)")
         require(doubled.size == 0, f"response {doubled[:1].tolist()} is decoded twice ({doubled.size} in all)")
         require(all(actor.slots >= 1 for actor in self.actors), "an actor without slots")
+        for actor in self.actors:
+            aligned = actor.prefill_tokens.shape == actor.responses.shape
+            require(aligned and (actor.prefill_tokens >= 0).all(), "prefill_tokens does not match an actor's responses")
         require(all(actor.responses.size for actor in self.actors), "an actor without responses")
         placement = self.placement
         require(len(placement.decode) == len(self.actors), "placement and actors differ in number")

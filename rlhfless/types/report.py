@@ -29,6 +29,14 @@ IDLE: tuple[Activity, ...] = ("start-up", "early", "wait-weights", "wait-kv", "w
 """Activities that count as held without use, each a cause."""
 
 
+FUNCTIONS_OF: dict[str, tuple[str, ...]] = {
+    "generation": ("prefill", "decode"),
+    "preparation": ("reward", "reference", "critic"),
+    "learning": ("learner",),
+}
+"""Functions that work in each phase."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
     """A stretch of one function's life."""
@@ -144,6 +152,18 @@ class StepReport:
     def phase_s(self, name: str) -> float:
         """Seconds of one phase."""
         return next(phase.duration_s for phase in self.phases if phase.name == name)
+
+    def execution_s(self, name: str) -> float:
+        """Seconds from the first work of a phase's functions to its end: its duration without waiting for starts."""
+        phase = next(phase for phase in self.phases if phase.name == name)
+        begins = [
+            span.start_s
+            for invocation in self.invocations
+            if invocation.function in FUNCTIONS_OF[name]
+            for span in invocation.spans
+            if span.activity in WORK
+        ]
+        return phase.end_s - min(begins, default=phase.start_s)
 
     @property
     def step_s(self) -> float:

@@ -1,0 +1,32 @@
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+.PHONY: run test bench clean
+
+run: $(VENV)/.run  ## The main command: every policy on up to 160 GPUs
+	$(BIN)/python -m experiments.scale --nodes 160
+
+test: $(VENV)/.test  ## Style, types, floors, laws, real data
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -n 2
+
+bench: $(VENV)/.run  ## Speed of planning and of simulation, as ratios
+	$(BIN)/python -m benchmarks.planning
+	$(BIN)/python -m benchmarks.simulation
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.run: $(VENV)/bin/python pyproject.toml
+	$(BIN)/pip install --quiet --editable .
+	touch $@
+
+$(VENV)/.test: $(VENV)/bin/python pyproject.toml
+	$(BIN)/pip install --quiet --editable '.[dev,profiles]'
+	touch $@ $(VENV)/.run
+
+clean:
+	rm -rf $(VENV) build *.egg-info out

@@ -1,0 +1,97 @@
+"""Options that commands share, with one meaning, one default and one help text each."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from experiments.bench import Setting
+from rlhfless.errors import InputError
+from rlhfless.scheduler import migration, scaling
+from rlhfless.scheduler.policies import policy
+from rlhfless.types.cluster import Cluster
+from rlhfless.types.plan import Start
+from sim.profiles import load
+
+GPUS_PER_HOST = 8
+"""GPUs of one host, as in the paper's clusters."""
+
+Nodes = Annotated[
+    int, typer.Option("--nodes", min=1, help="GPUs of the cluster: 160 is 20 hosts of 8. Counts GPUs, not hosts.")
+]
+GpusPerHost = Annotated[int, typer.Option("--gpus-per-host", min=1, help="GPUs of one host.")]
+ProfileName = Annotated[str, typer.Option("--profile", help="Name of a shipped profile, or a profile file.")]
+Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed; the same gives byte-identical result files.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the results as JSON instead of a table.")]
+Price = Annotated[
+    float | None, typer.Option("--usd-per-gpu-hour", min=0, help="Price of a GPU; default: the GPU's list price.")
+]
+Weight = Annotated[float, typer.Option("--weight", min=0, max=1, help="lambda: weight of time against cost.")]
+Tau = Annotated[float, typer.Option("--tau", help="Share of an actor's responses done before it may be cut.")]
+Window = Annotated[int, typer.Option("--window", min=1, help="Epochs that length estimates look back on.")]
+LearnerGpus = Annotated[
+    int | None,
+    typer.Option("--learner-gpus", min=1, help="GPUs of the learner; default: the fewest that hold its state."),
+]
+StartMode = Annotated[str, typer.Option("--start", help="How serverless functions start: warm, prewarmed or cold.")]
+Noise = Annotated[float, typer.Option("--speed-noise", min=0, help="Spread (std of the log) of actors' true speeds.")]
+TraceOut = Annotated[
+    Path | None, typer.Option("--trace-out", help="Write a Chrome/Perfetto trace (a row per GPU) to this file.")
+]
+
+STARTS: dict[str, Start] = {"warm": "warm", "prewarmed": "prewarmed", "cold": "cold"}
+
+
+def setting(
+    *,
+    profile: str,
+    nodes: int,
+    gpus_per_host: int,
+    usd_per_gpu_hour: float | None,
+    seed: int,
+    weight: float = scaling.WEIGHT,
+    tau: float = migration.DEFAULT_TAU,
+    window: int = 1,
+    learner_gpus: int | None = None,
+    start: str = "warm",
+    speed_noise: float = 0.0,
+) -> Setting:
+    """The setting that options describe. Raises InputError for an unknown name or a value out of range."""
+    if start not in STARTS:
+        raise InputError(f"--start {start!r}: known are {', '.join(STARTS)}")
+    loaded = load(profile)
+    cluster = Cluster.uniform(loaded.data.gpu, nodes, gpus_per_host)
+    return Setting(
+        profile=loaded,
+        cluster=cluster,
+        usd_per_gpu_hour=cluster.gpu.usd_per_hour if usd_per_gpu_hour is None else usd_per_gpu_hour,
+        seed=seed,
+        weight=weight,
+        tau=tau,
+        window=window,
+        learner_gpus=learner_gpus,
+        start=STARTS[start],
+        speed_noise=speed_noise,
+    )
+
+
+def whole_numbers(text: str, option: str) -> list[int]:
+    """Comma-separated whole numbers, each at least 1, ascending without repeats. Raises InputError otherwise."""
+    try:
+        numbers = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        raise InputError(f"{option} {text!r}: expected whole numbers with commas between, such as 2048,4096") from None
+    if numbers[0] < 1:
+        raise InputError(f"{option} {text!r}: every number must be at least 1")
+    return numbers
+
+
+def policy_names(text: str, option: str) -> list[str]:
+    """Comma-separated policies, in the order given. Raises InputError for an unknown one."""
+    names = list(dict.fromkeys(part.strip() for part in text.split(",")))
+    for name in names:
+        try:
+            policy(name)
+        except InputError as error:
+            raise InputError(f"{option}: {error}") from None
+    return names

@@ -1,0 +1,117 @@
+"""Named policies: a table of which piece each one uses."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Literal
+
+from rlhfless.errors import InputError
+from rlhfless.types.plan import Hosting, Start
+
+Assignment = Literal["sorted-even", "shuffled-even", "least-in-flight"]
+"""A rule of `rlhfless.scheduler.assignment`."""
+
+ORACLE = "oracle:"
+"""Prefix of a policy's name that marks one whose length estimator was given the true lengths."""
+GLOBAL_CUT_SHARE = 0.2
+"""Share of the step's responses still running at which a global cut falls (chosen; RLHFuse searches its own)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """Which piece makes each decision of a step. Numbers (lambda, tau, static N) are the planner's."""
+
+    name: str
+    """What commands and results call it."""
+    summary: str
+    """One sentence for help texts and captions."""
+    assignment: Assignment
+    """Who decodes what."""
+    dedup: bool
+    """Whether a prefill actor computes shared prefixes once (RLHFless §4.2)."""
+    scale: bool
+    """Whether the number of actors is chosen each step (§4.4); otherwise it is static."""
+    migration: Literal["cut-and-migrate", "global-cut"] | None
+    """Mid-step rule."""
+    hosting: Hosting
+    """How GPUs are held."""
+    start: Start
+    """How functions start."""
+    prefix_caching: bool
+    """Whether a decode actor keeps the KV of prompts that it has seen in the step."""
+    oracle: bool = False
+    """Whether its estimator knows the true lengths; the caller must then supply it."""
+
+
+def _static(
+    name: str,
+    summary: str,
+    assignment: Assignment = "shuffled-even",
+    dedup: bool = False,
+    migration: Literal["cut-and-migrate", "global-cut"] | None = None,
+    hosting: Hosting = "serverless",
+) -> Policy:
+    return Policy(
+        name=name,
+        summary=summary,
+        assignment=assignment,
+        dedup=dedup,
+        scale=False,
+        migration=migration,
+        hosting=hosting,
+        start="warm",
+        prefix_caching=True,
+    )
+
+
+_PLACED = _static(
+    "dp+pa",
+    "dp, with prompts sorted by expected length and cut-and-migrate (RLHFless §4.3).",
+    assignment="sorted-even",
+    dedup=True,
+    migration="cut-and-migrate",
+)
+
+POLICIES: Mapping[str, Policy] = MappingProxyType(
+    {
+        each.name: each
+        for each in (
+            _static(
+                "verl", "Static actors, shuffled prompts, all GPUs reserved and shared by all.", hosting="colocated"
+            ),
+            _static(
+                "verl-lif",
+                "verl, each response going to the actor with the fewest.",
+                assignment="least-in-flight",
+                hosting="colocated",
+            ),
+            _static("raw", "verl's pieces as serverless functions, every feature off (RLHFless Fig. 11a)."),
+            _static(
+                "rlhfuse",
+                "raw, all actors stopped and the rest gathered when few responses remain; freed actors are released.",
+                migration="global-cut",
+            ),
+            _static("dp", "raw, with shared prefixes computed once (RLHFless §4.2).", dedup=True),
+            _PLACED,
+            replace(
+                _PLACED,
+                name="rlhfless",
+                summary="dp+pa, with the number of actors chosen each step by time and cost (RLHFless §4.4).",
+                scale=True,
+            ),
+        )
+    }
+)
+"""Every policy by name."""
+
+
+def policy(name: str) -> Policy:
+    """The policy `name`; `oracle:NAME` is NAME with an estimator that knows the true lengths.
+
+    Raises InputError for an unknown name.
+    """
+    base = name.removeprefix(ORACLE)
+    if base not in POLICIES:
+        raise InputError(f"unknown policy {name!r}: known are {', '.join(POLICIES)}, each also as {ORACLE}NAME")
+    found = POLICIES[base]
+    return found if base == name else replace(found, name=name, oracle=True)

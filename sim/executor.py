@@ -1,0 +1,311 @@
+"""The simulator's executor: one plan in, one report out, on the time of a SimPy environment."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from itertools import cycle
+
+import numpy as np
+
+from rlhfless.errors import InputError
+from rlhfless.rng import stream
+from rlhfless.types.arrays import floats, ints
+from rlhfless.types.cluster import Cluster, ClusterState
+from rlhfless.types.outcome import Outcome
+from rlhfless.types.plan import Plan
+from rlhfless.types.report import SCHEMA, Activity, Counters, Phase, StepReport
+from rlhfless.types.workload import Workload
+from sim.engine import Batch, Engine, prefill_timer
+from sim.functions import Life, Starter
+from sim.generation import Actor, Generation
+from sim.network import Links
+from sim.world import World
+
+
+@dataclass(slots=True, kw_only=True)
+class SimExecutor:
+    """Carries plans out in a simulated cluster, step after step."""
+
+    cluster: Cluster
+    """Hosts, GPUs and links."""
+    world: World
+    """True lengths, speeds, noise and faults."""
+    now_s: float = 0.0
+    """Time since the run began, at the end of the last step."""
+    _past_learning_s: float | None = None
+    _warm: frozenset[tuple[str, tuple[int, ...]]] | None = None
+    _learner: frozenset[int] = frozenset()
+    _timer: Callable[[int], float] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._timer = prefill_timer(self.world.profile)
+
+    def snapshot(self) -> ClusterState:
+        """Between steps every GPU is free."""
+        return ClusterState(time_s=self.now_s, free_gpus=ints(np.arange(self.cluster.gpus)))
+
+    def execute(self, plan: Plan, workload: Workload) -> StepReport:
+        """Run one step to its end.
+
+        Raises PlanError for a plan that breaks its own laws, InputError for one of another cluster or workload and for
+        an outcome of another shape.
+        """
+        plan.check()
+        outcome = self.world.outcome_of(workload)
+        self._require_match(plan, workload, outcome)
+        step = _Step(self, plan, workload, outcome)
+        report = step.run()
+        self.now_s += report.step_s
+        self._past_learning_s = report.phase_s("learning")
+        self._learner = frozenset(plan.placement.learner)
+        self._warm = (self._warm or frozenset()) | {(i.function, i.gpus) for i in report.invocations}
+        return report
+
+    def close(self) -> None:
+        """Nothing is held between steps."""
+
+    def _require_match(self, plan: Plan, workload: Workload, outcome: Outcome) -> None:
+        where = f"step {workload.step}"
+        shape = (workload.size, workload.responses_per_prompt)
+        if (plan.prompts, plan.responses_per_prompt) != shape:
+            raise InputError(
+                f"{where}: a plan for {(plan.prompts, plan.responses_per_prompt)} prompts x n, not {shape}"
+            )
+        if outcome.response_tokens.shape != shape:
+            raise InputError(f"{where}: outcome of shape {outcome.response_tokens.shape}, the workload has {shape}")
+        if outcome.response_tokens.max() > workload.max_response_tokens:
+            raise InputError(f"{where}: a response of {outcome.response_tokens.max()} tokens is above the cap")
+        if plan.cluster_gpus != self.cluster.gpus or plan.tp != self.world.profile.data.tp:
+            raise InputError(
+                f"{where}: a plan for {plan.cluster_gpus} GPUs at TP {plan.tp}, this cluster has "
+                f"{self.cluster.gpus} and its profile TP {self.world.profile.data.tp}"
+            )
+        self.world.profile.require_fit(int(workload.prompt_tokens.max()), workload.max_response_tokens)
+
+
+class _Step:
+    """One step while it runs."""
+
+    def __init__(self, executor: SimExecutor, plan: Plan, workload: Workload, outcome: Outcome) -> None:
+        self.executor, self.plan, self.workload = executor, plan, workload
+        self.world, self.cluster = executor.world, executor.cluster
+        self.profile = self.world.profile
+        self.links = Links(cluster=self.cluster, efficiency=self.world.link_efficiency)
+        responses = plan.responses
+        self.batch = Batch(
+            prompt_tokens=workload.prompt_tokens.tolist(),
+            responses_per_prompt=plan.responses_per_prompt,
+            target=outcome.response_tokens.ravel().tolist(),
+            generated=[0] * responses,
+            first_s=[-1.0] * responses,
+        )
+        past_s = executor._past_learning_s
+        self.before_s: dict[str, float] = {} if past_s is None else dict.fromkeys(("prefill", "decode"), -past_s)
+        self.starter = Starter(plan=plan, profile=self.profile, warm=executor._warm, before_s=self.before_s)
+        self.lives: list[Life] = []
+        self.slowness = self._slowness()
+
+    def _slowness(self) -> list[float]:
+        """Each actor's factor on compute time in this step, of mean 1 in the log."""
+        count, sigma = len(self.plan.actors), self.world.speed_noise
+        if sigma == 0:
+            return [1.0] * count
+        draws = stream(self.world.seed, "speed", self.plan.step).standard_normal(count)
+        factors: list[float] = np.exp(sigma * draws).tolist()
+        return factors
+
+    def run(self) -> StepReport:
+        """All three phases."""
+        prefill_end_s = self._prefill()
+        actors = self._actors(prefill_end_s)
+        generation = Generation(self.plan.migration, self.batch, actors, self.links, self._restart)
+        failures = [(f.actor, f.time_s) for f in self.world.failures if f.step == self.plan.step]
+        generated_s = generation.run(failures)
+        self.lives.extend(generation.lives)
+        if self.plan.hosting != "serverless":
+            for actor in actors:
+                actor.life.until(generated_s, "wait-longest")
+        prepared_s = self._prepare(generated_s)
+        learned_s = self._learn(generated_s, prepared_s)
+        return self._report(generation, actors, (generated_s, prepared_s, learned_s))
+
+    def _free_s(self, gpus: Iterable[int]) -> float:
+        """When the last function of the step so far on any of `gpus` has ended; before the step, the last one's."""
+        wanted = set(gpus)
+        past_s = self.executor._past_learning_s or 0.0
+        before_s = 0.0 if wanted & self.executor._learner else -past_s
+        ends = [life.at_s for life in self.lives if life.spans and not wanted.isdisjoint(life.gpus)]
+        return max(ends, default=before_s)
+
+    def _prefill(self) -> float:
+        """The prefill actor on the learner's GPUs, wave by wave; when all KV is there (0 without one)."""
+        prefill = self.plan.prefill
+        if prefill is None:
+            return 0.0
+        learner = self.plan.placement.learner
+        life, ready_s = self.starter.start("prefill", learner, 0, needed_s=0.0, free_s=0.0)
+        life.until(ready_s, "start-up")
+        replicas = max(1, len(learner) // self.plan.tp)
+        wave_tokens = prefill.computed_tokens / (prefill.waves * replicas)
+        end_s = ready_s + prefill.waves * float(self.profile.prefill_s(wave_tokens))
+        life.until(end_s, "prefill")
+        self.lives.append(life)
+        return end_s
+
+    def _actors(self, prefill_end_s: float) -> list[Actor]:
+        """Decode actors with the times at which process, weights and KV are there."""
+        placement, host_of = self.plan.placement, self.cluster.host_of
+        hosts = [int(host_of[gpus[0]]) for gpus in placement.decode]
+        weights_s = self._weights(hosts)
+        kv_s = self._kv(hosts, prefill_end_s)
+        learner = set(placement.learner)
+        actors = []
+        for index, (planned, gpus) in enumerate(zip(self.plan.actors, placement.decode, strict=True)):
+            after_prefill = self.plan.prefill is not None and not learner.isdisjoint(gpus)
+            free_s = prefill_end_s if after_prefill else min(0.0, self._free_s(gpus))
+            life, ready_s = self.starter.start("decode", gpus, index, needed_s=0.0, free_s=free_s)
+            waits: list[tuple[float, Activity]] = [(ready_s, "start-up"), (weights_s[index], "wait-weights")]
+            if self.plan.prefill is not None:
+                waits.append((kv_s[index], "wait-kv"))
+            engine = Engine(
+                profile=self.profile,
+                prefill_timer=self.executor._timer,
+                batch=self.batch,
+                slots=planned.slots,
+                prefix_caching=self.plan.prefix_caching,
+                first_tokens=dict(zip(planned.responses.tolist(), planned.prefill_tokens.tolist(), strict=True)),
+                slowdown=self.slowness[index],
+            )
+            engine.submit(planned.responses.tolist())
+            start_s = max(time_s for time_s, _ in waits)
+            actors.append(
+                Actor(index=index, host=hosts[index], engine=engine, life=life, start_s=start_s, waits=tuple(waits))
+            )
+        return actors
+
+    def _weights(self, hosts: list[int]) -> list[float]:
+        """Arrival of the weights at each actor: a chain over the hosts, then one copy after the other inside each.
+
+        A learner on several hosts first gathers its shards. Actor 0 uses the learner's copy where it shares the
+        learner's GPUs; the first actor of any other host takes the copy that comes over the network.
+        """
+        size_bytes = self.profile.data.weight_bytes
+        owners = sorted({int(self.cluster.host_of[gpu]) for gpu in self.plan.placement.learner})
+        gathered_s = self.links.gather(owners, size_bytes, 0.0)
+        arrivals = self.links.broadcast(owners, hosts, size_bytes, gathered_s)
+        shares = not set(self.plan.placement.decode[0]).isdisjoint(self.plan.placement.learner)
+        served = set(owners)
+        times = []
+        for index, host in enumerate(hosts):
+            if (index == 0 and shares) or host not in served:
+                times.append(arrivals[host])
+            else:
+                times.append(self.links.send(host, host, size_bytes, arrivals[host]))
+            served.add(host)
+        return times
+
+    def _kv(self, hosts: list[int], prefill_end_s: float) -> list[float]:
+        """Arrival of the prompts' KV at each actor, the heaviest first; actor 0 finds it where it was computed.
+
+        The learner's hosts have computed the prefixes of their own actors, and take turns for those of all others.
+        """
+        prefill = self.plan.prefill
+        if prefill is None:
+            return [0.0] * len(hosts)
+        owners = sorted({int(self.cluster.host_of[gpu]) for gpu in self.plan.placement.learner})
+        turns = cycle(owners)
+        tokens = np.minimum(self.workload.prompt_tokens, prefill.prefix_tokens)
+        shares = not set(self.plan.placement.decode[0]).isdisjoint(self.plan.placement.learner)
+        times = []
+        for index, (actor, host) in enumerate(zip(self.plan.actors, hosts, strict=True)):
+            if index == 0 and shares:
+                times.append(prefill_end_s)
+                continue
+            prompts = np.unique(actor.responses // self.plan.responses_per_prompt)
+            _, first = np.unique(prefill.prefix_of[prompts], return_index=True)
+            size_bytes = float(tokens[prompts[first]].sum()) * self.profile.data.kv_bytes_per_token
+            source = host if host in owners else next(turns)
+            times.append(self.links.send(source, host, size_bytes, prefill_end_s))
+        return times
+
+    def _restart(self, actor: Actor, now_s: float) -> float:
+        """A new process on a dead actor's GPUs, then the weights again; when it can work."""
+        ready_s = now_s + (0.0 if self.plan.hosting != "serverless" else self.profile.data.cold_start_s)
+        actor.life = Life(function="decode", index=len(self.plan.actors), gpus=actor.life.gpus, at_s=now_s)
+        actor.life.until(ready_s, "start-up")
+        source = int(self.cluster.host_of[self.plan.placement.learner[0]])
+        weights_s = self.links.send(source, actor.host, self.profile.data.weight_bytes, ready_s)
+        actor.life.until(weights_s, "wait-weights")
+        return weights_s
+
+    def _prepare(self, generated_s: float) -> float:
+        """Reward, reference, critic: side by side, or in turn where they share GPUs."""
+        tokens = self._tokens()
+        end_s = generated_s
+        for function, gpus in self.plan.placement.preparation:
+            self.before_s[function] = 0.0
+            free_s = self._free_s(gpus)
+            life, ready_s = self.starter.start(function, gpus, 0, needed_s=max(generated_s, free_s), free_s=free_s)
+            begin_s = max(ready_s, generated_s)
+            life.until(begin_s, "start-up" if begin_s > generated_s else "early")
+            seconds = self.world.training.preparation_s(function, self.profile, tokens, self.cluster.gpu, len(gpus))
+            life.until(begin_s + seconds, "score")
+            self.lives.append(life)
+            end_s = max(end_s, begin_s + seconds)
+        return end_s
+
+    def _learn(self, generated_s: float, prepared_s: float) -> float:
+        """The learner, after all preparation."""
+        gpus = self.plan.placement.learner
+        self.before_s["learner"] = generated_s
+        free_s = self._free_s(gpus)
+        life, ready_s = self.starter.start("learner", gpus, 0, needed_s=prepared_s, free_s=free_s)
+        begin_s = max(ready_s, prepared_s)
+        life.until(begin_s, "start-up")
+        end_s = begin_s + self.world.training.learning_s(
+            self.plan.algorithm, self.profile, self._tokens(), self.cluster.gpu, len(gpus)
+        )
+        life.until(end_s, "train")
+        self.lives.append(life)
+        return end_s
+
+    def _tokens(self) -> float:
+        """Tokens that preparation and learning read: each response with its prompt."""
+        return float(sum(self.batch.prompt_tokens) * self.plan.responses_per_prompt + sum(self.batch.target))
+
+    def _report(self, generation: Generation, actors: list[Actor], ends_s: tuple[float, float, float]) -> StepReport:
+        plan, prefill = self.plan, self.plan.prefill
+        engines = [actor.engine for actor in actors]
+        held = {gpu for gpus in (plan.placement.learner, *plan.placement.decode) for gpu in gpus}
+        held.update(gpu for _, gpus in plan.placement.preparation for gpu in gpus)
+        starts_s = (0.0, *ends_s[:2])
+        names = ("generation", "preparation", "learning")
+        return StepReport(
+            schema=SCHEMA,
+            policy=plan.policy,
+            step=plan.step,
+            epoch=plan.epoch,
+            start_s=self.executor.now_s,
+            prompt_ids=self.workload.prompt_ids,
+            responses_per_prompt=plan.responses_per_prompt,
+            tokens=ints(self.batch.generated),
+            first_s=floats(self.batch.first_s),
+            end_s=floats(generation.end_s),
+            actor=ints(generation.actor_of),
+            moves=ints(generation.moves),
+            invocations=tuple(i for i in (life.invocation() for life in self.lives) if i is not None),
+            phases=tuple(
+                Phase(name=name, start_s=start_s, end_s=end_s)
+                for name, start_s, end_s in zip(names, starts_s, ends_s, strict=True)
+            ),
+            reserved_gpus=0 if plan.hosting == "serverless" else len(held),
+            counters=Counters(
+                prefill_tokens=0 if prefill is None else prefill.computed_tokens,
+                decode_prefill_tokens=sum(engine.prefilled_tokens for engine in engines),
+                recomputed_tokens=sum(engine.recomputed_tokens for engine in engines),
+                preemptions=sum(engine.preemptions for engine in engines),
+                cuts=generation.cuts,
+                moves=sum(generation.moves),
+                failures=generation.failures,
+                moved_kv_bytes=generation.moved_kv_bytes,
+            ),
+        )

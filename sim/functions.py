@@ -1,0 +1,84 @@
+"""The serverless life of a function: asked for, starting, ready, at work, waiting, released."""
+
+from collections.abc import Set
+from dataclasses import dataclass, field
+
+from rlhfless.types.plan import Plan
+from rlhfless.types.profile import Profile
+from rlhfless.types.report import Activity, Invocation, Span
+
+
+@dataclass(slots=True, kw_only=True)
+class Life:
+    """One invocation while it lasts; spans follow each other without gaps."""
+
+    function: str
+    """decode, prefill, reward, reference, critic or learner."""
+    index: int
+    """Number among the function's invocations of the step."""
+    gpus: tuple[int, ...]
+    """GPUs that it holds."""
+    at_s: float
+    """End of what has been written; at first the moment at which the GPUs are held."""
+    spans: list[Span] = field(default_factory=list)
+    """Its past."""
+
+    def until(self, time_s: float, activity: Activity) -> None:
+        """It has been doing `activity` up to `time_s`; nothing happens where that is not later than before."""
+        if time_s <= self.at_s:
+            return
+        last = self.spans[-1] if self.spans else None
+        if last is not None and last.activity == activity:
+            self.spans[-1] = Span(activity=activity, start_s=last.start_s, end_s=time_s)
+        else:
+            self.spans.append(Span(activity=activity, start_s=self.at_s, end_s=time_s))
+        self.at_s = time_s
+
+    def invocation(self) -> Invocation | None:
+        """The finished record; None for a life of no length."""
+        if not self.spans:
+            return None
+        return Invocation(function=self.function, index=self.index, gpus=self.gpus, spans=tuple(self.spans))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Starter:
+    """When the functions of a step are asked for and how long each takes to start."""
+
+    plan: Plan
+    """Says how functions start and when they are asked for."""
+    profile: Profile
+    """Start-up seconds, the same for every function of the step."""
+    warm: Set[tuple[str, tuple[int, ...]]] | None
+    """(function, GPUs) whose process is kept from an earlier step; None before the run's first step, for which
+    processes were made ready with the run's set-up, as reserved ones are."""
+    before_s: dict[str, float]
+    """Function -> start of the phase before its own; a function without one is the run's first."""
+
+    def start(
+        self, function: str, gpus: tuple[int, ...], index: int, *, needed_s: float, free_s: float
+    ) -> tuple[Life, float]:
+        """A life that begins to hold its GPUs, and the time from which it can work.
+
+        `needed_s`: when the phase before has ended. `free_s`: when its GPUs are free. A process starts on the host's
+        processors, so starting may overlap what still runs on its GPUs; it holds them, and is billed, once they are
+        free. Reserved processes are always there. What the run's very first phase needs was started before the clock.
+        """
+        if self.plan.hosting != "serverless":
+            begin_s = max(needed_s, free_s)
+            return Life(function=function, index=index, gpus=gpus, at_s=begin_s), begin_s
+        data = self.profile.data
+        kept = self.plan.start == "warm" and (self.warm is None or (function, gpus) in self.warm)
+        startup_s = data.warm_start_s if kept else data.cold_start_s
+        asked_s = needed_s
+        if self.plan.start != "cold" and function not in self.before_s:
+            asked_s = needed_s - startup_s
+        for prewarm in self.plan.prewarm:
+            if prewarm.function == function and function in self.before_s:
+                before_s = self.before_s[function]
+                asked_s = max(before_s, before_s + prewarm.ready_after_s - startup_s)
+        life = Life(function=function, index=index, gpus=gpus, at_s=max(asked_s, free_s))
+        life.until(asked_s + startup_s, "start-up")
+        ready_s = max(asked_s + startup_s, free_s)
+        life.until(needed_s, "early")
+        return life, ready_s

@@ -1,0 +1,91 @@
+"""The world that plans meet: true speeds, links, noise and faults. Deliberately not the planner's estimate."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rlhfless.errors import InputError
+from rlhfless.types.cluster import Gpu
+from rlhfless.types.outcome import Outcome
+from rlhfless.types.profile import Profile
+from rlhfless.types.workload import Workload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """What preparation and learning cost: FLOPs at a stated utilisation (MFU) of the GPUs' peak.
+
+    The two utilisations are medians over the 210 steps of a public verl run (Qwen2-7B, 8 GPUs, batch 1024 x 5):
+    its log prints 0.244 for the update; 0.33 follows for a forward pass from update_actor / 3 against old_log_prob.
+    """
+
+    train_mfu: float = 0.244
+    """Share of peak FLOP/s that forward + backward reach."""
+    forward_mfu: float = 0.33
+    """Share that a forward pass alone reaches (log-probabilities, values, scores)."""
+    reward_scale: float = 1.0
+    """Parameters of the reward model over the policy's (chosen: a reward model of the policy's size)."""
+    critic_scale: float = 1.0
+    """Parameters of the critic over the policy's (chosen, as the usual PPO set-up)."""
+
+    def __post_init__(self) -> None:
+        for name in ("train_mfu", "forward_mfu"):
+            if not 0 < getattr(self, name) <= 1:
+                raise InputError(f"{name} is {getattr(self, name)}; it must lie in (0, 1]")
+        for name in ("reward_scale", "critic_scale"):
+            if not getattr(self, name) > 0:
+                raise InputError(f"{name} is {getattr(self, name)}; it must be above 0")
+
+    def forward_s(self, parameters: float, tokens: float, gpu: Gpu, gpus: int) -> float:
+        """Seconds of one forward pass, 2 FLOPs a parameter and token."""
+        return 2 * parameters * tokens / (gpu.flops * gpus * self.forward_mfu)
+
+    def preparation_s(self, function: str, profile: Profile, tokens: float, gpu: Gpu, gpus: int) -> float:
+        """Seconds of one preparation function over all tokens of the step, prompts included."""
+        scale = {"reward": self.reward_scale, "reference": 1.0, "critic": self.critic_scale}[function]
+        return self.forward_s(profile.data.parameters * scale, tokens, gpu, gpus)
+
+    def learning_s(self, algorithm: str, profile: Profile, tokens: float, gpu: Gpu, gpus: int) -> float:
+        """Seconds of the learner: old log-probabilities, then one update pass (6 FLOPs a parameter and token) of the
+        policy and, for PPO, of the critic."""
+        parameters = profile.data.parameters
+        trained = parameters * (1 + (self.critic_scale if algorithm == "ppo" else 0))
+        update_s = 6 * trained * tokens / (gpu.flops * gpus * self.train_mfu)
+        return self.forward_s(parameters, tokens, gpu, gpus) + update_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """A decode actor that dies."""
+
+    step: int
+    """Step of the run."""
+    actor: int
+    """Its number in the plan; a number that the plan does not have is no failure."""
+    time_s: float
+    """Seconds after the step's start; after the actor's end nothing happens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """Everything that happens as it will, whatever was planned."""
+
+    profile: Profile
+    """True latencies."""
+    outcome_of: Callable[[Workload], Outcome]
+    """True lengths of a step."""
+    training: Training = Training()
+    """Preparation and learning."""
+    link_efficiency: float = 0.8
+    """Share of a link's rated bandwidth that transfers reach (chosen: NCCL's usual 80 %; planners assume 100 %)."""
+    speed_noise: float = 0.0
+    """Standard deviation of the log of each actor's slowness in each step; 0 for none."""
+    failures: tuple[Failure, ...] = ()
+    """Actors that die."""
+    seed: int = 0
+    """Seed of the noise."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.link_efficiency <= 1:
+            raise InputError(f"link_efficiency is {self.link_efficiency}; it must lie in (0, 1]")
+        if not 0 <= self.speed_noise < 1:
+            raise InputError(f"speed_noise is {self.speed_noise}; it must lie in [0, 1)")

@@ -1,0 +1,275 @@
+"""A slow simulator of the generation phase that steps token by token, written from the rules of `sim.engine` alone.
+
+It shares with the real one only the profile, the links and the pure migration rules. Every iteration of every actor is
+an event of its own, every response a small record, every total is summed anew.
+"""
+
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import count
+
+from rlhfless.scheduler.migration import GenerationView, rule
+from rlhfless.types.arrays import ints
+from rlhfless.types.plan import MigrationSpec
+from rlhfless.types.profile import Profile
+from sim.network import Links
+
+
+@dataclass
+class Response:
+    number: int
+    prompt: int
+    prompt_tokens: int
+    target: int
+    planned_prefill: int
+    home: int
+    generated: int = 0
+    seen: int = 0  # generated, as of the last event of its actor: what a rule may know
+    loaded: bool = False
+    first_s: float = -1.0
+    end_s: float = -1.0
+    moves: int = 0
+    at: int = -1
+
+    @property
+    def context(self) -> int:
+        return self.prompt_tokens + self.generated
+
+
+@dataclass
+class Worker:
+    index: int
+    host: int
+    slots: int
+    slowdown: float
+    start_s: float
+    caching: bool
+    queue: list[Response] = field(default_factory=list)
+    slots_used: list[Response] = field(default_factory=list)
+    cached: dict[int, int] = field(default_factory=dict)
+    met: set[int] = field(default_factory=set)
+    incoming: list[Response] = field(default_factory=list)
+    state: str = "working"
+    stepping: bool = False
+    targets: dict[int, int] = field(default_factory=dict)
+    assigned: int = 0
+    finished: int = 0
+    seen_running: int = 0
+    seen_kv: int = 0
+    seen_generated: int = 0
+    generated: int = 0
+    woken: bool = False  # something arrived since the last boundary
+    end_s: float = -1.0
+
+    def key(self, response: Response) -> int:
+        return response.prompt if self.caching else ~response.number
+
+    def kv(self) -> int:
+        prompts = {self.key(r): r.prompt_tokens for r in self.slots_used}
+        return sum(prompts.values()) + sum(r.generated for r in self.slots_used)
+
+
+class TokenByToken:
+    """Run with `run()`; results are on the responses and workers."""
+
+    def __init__(self, profile: Profile, migration: MigrationSpec | None, workers: list[Worker], links: Links) -> None:
+        self.profile, self.workers, self.links = profile, workers, links
+        self.rule = rule(migration) if migration else None
+        self.heap: list[tuple[float, int, Callable[[], None]]] = []
+        self.ticket = count()
+        self.now = 0.0
+        self.cuts = self.preemptions = self.prefilled = self.recomputed = 0
+        self.moved_bytes = 0.0
+        self.left = sum(len(w.queue) for w in workers)
+
+    def at(self, time_s: float, act: Callable[[], None]) -> None:
+        heapq.heappush(self.heap, (time_s, next(self.ticket), act))
+
+    def run(self) -> float:
+        for worker in self.workers:
+            worker.assigned = len(worker.queue)
+            self.at(worker.start_s, lambda w=worker: self.boundary(w))
+        while self.left:
+            self.now, _, act = heapq.heappop(self.heap)
+            act()
+        return self.now
+
+    # -- one actor ---------------------------------------------------------------------------------------------------
+    def trim(self, w: Worker) -> None:
+        if w.kv() + sum(w.cached.values()) > self.profile.data.kv_capacity_tokens:
+            w.cached.clear()
+
+    def admit(self, w: Worker) -> tuple[int, bool]:
+        tokens, admitted = 0, False
+        while w.queue and len(w.slots_used) < w.slots:
+            r = w.queue[0]
+            shared = any(w.key(other) == w.key(r) for other in w.slots_used)
+            need = r.generated + (0 if shared else r.prompt_tokens)
+            if w.kv() + need + len(w.slots_used) + 1 > self.profile.data.kv_capacity_tokens:
+                break
+            w.queue.pop(0)
+            if not r.loaded and r.generated:
+                tokens += r.generated
+                self.recomputed += r.generated
+            if not shared and w.cached.pop(w.key(r), None) is None and not r.loaded:
+                if w.key(r) in w.met or r.home != w.index:
+                    tokens += r.prompt_tokens
+                    self.recomputed += r.prompt_tokens
+                else:
+                    tokens += r.planned_prefill
+                    self.prefilled += r.planned_prefill
+            w.met.add(w.key(r))
+            r.loaded, r.at = False, w.index
+            if r.first_s < 0:
+                r.first_s = self.now
+            w.slots_used.append(r)
+            admitted = True
+            self.trim(w)
+        return tokens, admitted
+
+    def observe(self, w: Worker) -> None:
+        w.seen_running, w.seen_kv, w.seen_generated = len(w.slots_used), w.kv(), w.generated
+        for r in w.slots_used:
+            r.seen = r.generated
+
+    def boundary(self, w: Worker) -> None:
+        if w.state == "leaving":
+            self.leave(w)
+        if w.state == "gone":
+            return
+        tokens, admitted = self.admit(w)
+        event = admitted or w.woken
+        w.woken = False
+        if tokens:
+            self.observe(w)
+            w.stepping = True
+            self.at(self.now + float(self.profile.prefill_s(tokens)) * w.slowdown, lambda: self.prefilled_now(w))
+            return
+        if not w.slots_used:
+            self.observe(w)
+            w.stepping = False
+            if not w.incoming:
+                w.state, w.end_s = "gone", self.now
+            return
+        while w.kv() + len(w.slots_used) > self.profile.data.kv_capacity_tokens:
+            victim = w.slots_used.pop()
+            victim.seen = victim.generated
+            w.cached.clear()
+            w.queue.insert(0, victim)
+            self.preemptions += 1
+            event = True
+        if event:
+            self.observe(w)
+        mean = sum(r.context for r in w.slots_used) / len(w.slots_used)
+        w.stepping = True
+        step_s = float(self.profile.decode_iteration_s(len(w.slots_used), mean)) * w.slowdown
+        self.at(self.now + step_s, lambda: self.iterated(w))
+
+    def prefilled_now(self, w: Worker) -> None:
+        w.stepping = False
+        w.woken = True
+        self.boundary(w)
+
+    def iterated(self, w: Worker) -> None:
+        w.stepping = False
+        w.generated += len(w.slots_used)
+        for r in w.slots_used:
+            r.generated += 1
+        self.trim(w)
+        ended = [r for r in w.slots_used if r.generated == r.target]
+        for r in ended:
+            w.slots_used.remove(r)
+            if w.caching and not any(w.key(o) == w.key(r) for o in w.slots_used):
+                w.cached[w.key(r)] = r.prompt_tokens
+            r.end_s, r.at = self.now, w.index
+        if ended:
+            self.left -= len(ended)
+            w.finished += len(ended)
+            self.observe(w)
+            w.woken = True
+            if self.rule and self.left:
+                self.decide()
+        if not self.left:
+            w.end_s = self.now
+            return
+        self.boundary(w)
+
+    # -- between actors ----------------------------------------------------------------------------------------------
+    def decide(self) -> None:
+        ws = self.workers
+        unfinished = ints([w.assigned - w.finished for w in ws])
+        assigned, finished = ints([w.assigned for w in ws]), ints([w.finished for w in ws])
+        if not self.rule.triggered(assigned, finished, unfinished):
+            return
+        running = ints([w.seen_running for w in ws])
+        capacity = self.profile.data.kv_capacity_tokens
+
+        def left_of(index: int):  # type: ignore[no-untyped-def]
+            w = ws[index]
+            own = [*w.slots_used, *w.queue, *sorted(w.incoming, key=lambda r: r.number)]
+            return ints([r.number for r in own]), ints([r.prompt_tokens + r.seen for r in own])
+
+        view = GenerationView(
+            assigned=assigned,
+            finished=finished,
+            running=running,
+            waiting=ints(unfinished - running),
+            open_slots=ints([max(w.slots - int(u), 0) if u else 0 for w, u in zip(ws, unfinished, strict=True)]),
+            tokens_generated=ints([w.seen_generated for w in ws]),
+            kv_tokens=ints([w.seen_kv for w in ws]),
+            kv_headroom_tokens=ints([capacity - w.seen_kv for w in ws]),
+            cuts_so_far=self.cuts,
+            unfinished=left_of,
+        )
+        moves = self.rule.decide(view)
+        for source in dict.fromkeys(m.source for m in moves):
+            w = ws[source]
+            own = {r.number: r for r in [*w.slots_used, *w.queue, *w.incoming]}
+            w.state = "leaving"
+            w.targets = {m.response: m.target for m in moves if m.source == source}
+            for number, target in w.targets.items():
+                ws[target].assigned += 1
+                ws[target].incoming.append(own[number])
+            w.assigned, w.seen_running, w.seen_kv = w.finished, 0, 0
+            self.cuts += 1
+            if not w.stepping and not w.slots_used and not w.queue:
+                self.leave(w)
+
+    def leave(self, w: Worker) -> None:
+        w.state, w.end_s = "gone", self.now
+        here = {r.number: r for r in [*w.slots_used, *w.queue]}
+        away = {r.number for r in w.incoming}
+        w.slots_used, w.queue = [], []
+        for number, target in w.targets.items():
+            if number in here:
+                self.send(here[number], w.host, self.workers[target])
+            elif number not in away:
+                other = self.workers[target]
+                other.incoming = [r for r in other.incoming if r.number != number]
+                other.assigned -= 1
+                idle = not (other.stepping or other.incoming or other.slots_used or other.queue)
+                if other.state == "working" and self.now >= other.start_s and idle:
+                    other.state, other.end_s = "gone", self.now
+
+    def send(self, r: Response, host: int, target: Worker) -> None:
+        r.moves += 1
+        r.seen = r.generated
+        size = r.context * self.profile.data.kv_bytes_per_token
+        arrival = self.links.quote(host, target.host, size, self.now)
+        loaded = r.generated > 0 and arrival - self.now < float(self.profile.prefill_s(r.context))
+        if loaded:
+            self.links.send(host, target.host, size, self.now)
+            self.moved_bytes += size
+        self.at(arrival if loaded else self.now, lambda: self.arrive(r, target, loaded))
+
+    def arrive(self, r: Response, w: Worker, loaded: bool) -> None:
+        w.incoming.remove(r)
+        if w.state != "working":
+            self.send(r, w.host, self.workers[w.targets[r.number]])
+            return
+        r.loaded = loaded
+        w.queue.append(r)
+        w.woken = True
+        if not w.stepping and self.now >= w.start_s:
+            self.boundary(w)

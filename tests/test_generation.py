@@ -1,0 +1,159 @@
+"""Event to event against token by token: the same step, two simulators."""
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rlhfless.types.cluster import Cluster
+from rlhfless.types.plan import MigrationSpec
+from sim.engine import Batch, Engine, prefill_timer
+from sim.functions import Life
+from sim.generation import Actor, Generation
+from sim.network import Links
+from tests.profiles import tiny_profile
+from tests.reference import Response, TokenByToken, Worker
+
+RELATIVE = 1e-9
+
+
+def both(
+    seed: int,
+    *,
+    actors: int,
+    prompts: int,
+    n: int,
+    capacity: int,
+    slots: int,
+    caching: bool,
+    spec: MigrationSpec | None,
+) -> tuple[Generation, TokenByToken, list[Response], list[Worker]]:
+    """Run one random step in both simulators."""
+    rng = np.random.default_rng(seed)
+    profile = tiny_profile(kv_capacity_tokens=capacity, max_slots=slots)
+    cluster = Cluster.uniform("l40s", actors, gpus_per_host=2)
+    prompt_tokens = rng.integers(1, 60, prompts).tolist()
+    target = np.minimum(rng.lognormal(3.6, 0.9, prompts * n).astype(int) + 1, 300).tolist()
+    slowdown = np.exp(0.2 * rng.standard_normal(actors)).tolist()
+    start_s = rng.uniform(0, 2.0, actors).tolist()
+    groups = np.array_split(rng.permutation(prompts), actors)
+    batch = Batch(
+        prompt_tokens=prompt_tokens,
+        responses_per_prompt=n,
+        target=target,
+        generated=[0] * len(target),
+        first_s=[-1.0] * len(target),
+    )
+    timer = prefill_timer(profile)
+    simulated, workers, responses = [], [], {}
+    for index, group in enumerate(groups):
+        own = [int(p) * n + s for p in group for s in range(n)]
+        first = {r: 0 if caching and r % n else int(rng.integers(0, prompt_tokens[r // n] + 1)) for r in own}
+        engine = Engine(
+            profile=profile,
+            prefill_timer=timer,
+            batch=batch,
+            slots=slots,
+            prefix_caching=caching,
+            first_tokens=first,
+            slowdown=slowdown[index],
+        )
+        engine.submit(own)
+        life = Life(function="decode", index=index, gpus=(index,), at_s=0.0)
+        host = int(cluster.host_of[index])
+        simulated.append(
+            Actor(
+                index=index,
+                host=host,
+                engine=engine,
+                life=life,
+                start_s=start_s[index],
+                waits=((start_s[index], "wait-weights"),),
+            )
+        )
+        worker = Worker(
+            index=index, host=host, slots=slots, slowdown=slowdown[index], start_s=start_s[index], caching=caching
+        )
+        for r in own:
+            responses[r] = Response(
+                number=r,
+                prompt=r // n,
+                prompt_tokens=prompt_tokens[r // n],
+                target=target[r],
+                planned_prefill=first[r],
+                home=index,
+            )
+            worker.queue.append(responses[r])
+        workers.append(worker)
+    generation = Generation(spec, batch, simulated, Links(cluster=cluster), lambda actor, now: now)
+    generation.run()
+    slow = TokenByToken(profile, spec, workers, Links(cluster=cluster))
+    slow.run()
+    return generation, slow, [responses[r] for r in sorted(responses)], workers
+
+
+SPECS = st.one_of(
+    st.none(),
+    st.floats(0.3, 1.0).map(lambda tau: MigrationSpec(kind="cut-and-migrate", value=tau)),
+    st.integers(1, 20).map(lambda left: MigrationSpec(kind="global-cut", value=float(left))),
+)
+
+
+def assert_equal(generation: Generation, slow: TokenByToken, responses: list[Response], workers: list[Worker]) -> None:
+    np.testing.assert_allclose(generation.end_s, [r.end_s for r in responses], rtol=RELATIVE)
+    np.testing.assert_allclose(generation.batch.first_s, [r.first_s for r in responses], rtol=RELATIVE)
+    assert generation.moves == [r.moves for r in responses]
+    assert generation.actor_of == [r.at for r in responses]
+    assert generation.batch.generated == [r.target for r in responses]
+    engines = [actor.engine for actor in generation.actors]
+    assert sum(e.preemptions for e in engines) == slow.preemptions
+    assert sum(e.prefilled_tokens for e in engines) == slow.prefilled
+    assert sum(e.recomputed_tokens for e in engines) == slow.recomputed
+    assert generation.cuts == slow.cuts
+    assert generation.moved_kv_bytes == pytest.approx(slow.moved_bytes)
+    for actor, worker in zip(generation.actors, workers, strict=True):
+        if worker.state == "gone" and not worker.targets:
+            assert actor.life.at_s == pytest.approx(worker.end_s, rel=RELATIVE)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    actors=st.integers(1, 6),
+    per_actor=st.integers(1, 8),
+    n=st.integers(1, 4),
+    capacity=st.integers(360, 1500),
+    slots=st.integers(1, 16),
+    caching=st.booleans(),
+    spec=SPECS,
+)
+def test_event_jump_equals_token_by_token(seed, actors, per_actor, n, capacity, slots, caching, spec):
+    run = both(
+        seed,
+        actors=actors,
+        prompts=actors * per_actor,
+        n=n,
+        capacity=capacity,
+        slots=slots,
+        caching=caching,
+        spec=spec,
+    )
+    assert_equal(*run)
+
+
+def test_the_cases_reach_queueing_preemption_and_migration():
+    """The comparison above means something only if its cases do what it is about."""
+    preemptions = moves = transferred = queued = 0
+    for seed in range(12):
+        spec = MigrationSpec(kind="cut-and-migrate", value=0.5)
+        run = both(seed, actors=4, prompts=24, n=2, capacity=600, slots=8, caching=True, spec=spec)
+        assert_equal(*run)
+        generation, starts = run[0], {actor.start_s for actor in run[0].actors}
+        preemptions += sum(actor.engine.preemptions for actor in generation.actors)
+        moves += sum(generation.moves)
+        transferred += generation.moved_kv_bytes > 0
+        queued += sum(first not in starts for first in generation.batch.first_s)
+    assert preemptions > 20
+    assert moves > 20
+    assert transferred > 2
+    assert queued > 50

@@ -1,0 +1,418 @@
+"""Profiles: the shipped files, the closed forms over them, the providers, bad input and the command."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlhfless.errors import InfeasibleError, InputError, SchemaError
+from rlhfless.types.cluster import GPUS, LOCAL_LATENCY_S
+from rlhfless.types.profile import Profile
+from sim.profiles import common, load, names, roofline, tables
+from sim.profiles.model import parse_shape, read_shape
+from sim.profiles.registry import model_config, model_shape, models, write_profile
+
+SHIPPED = names()
+TOKEN_LIMIT = 3000
+"""Longest decode run that a random case sums token by token."""
+
+PUBLISHED_PARAMETERS = {
+    "qwen2.5-3b": 3_085_938_688,
+    "qwen2.5-7b": 7_615_616_512,
+    "llama-2-70b": 68_976_648_192,
+    "llama-3-8b": 8_030_261_248,
+}
+"""Parameter counts of the published checkpoints, from their safetensors headers."""
+
+
+def shipped_fields(name: str = "qwen2.5-3b_l40s_tp2") -> dict[str, Any]:
+    fields: dict[str, Any] = json.loads(load(name).to_json())
+    return fields
+
+
+# --- the shipped files ---
+
+
+def test_every_recipe_is_shipped_and_nothing_else() -> None:
+    assert sorted(target.name for target in tables.TARGETS) == list(SHIPPED)
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_shipped_profile_survives_json_both_ways(name: str) -> None:
+    profile = load(name)
+    again = Profile.from_json(profile.to_json())
+    assert again.to_json() == profile.to_json()
+    assert np.array_equal(again.row_s, profile.row_s)
+    assert profile.data.name == name
+    assert profile.data.gpu in GPUS
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_shipped_profile_says_where_it_comes_from(name: str) -> None:
+    data = load(name).data
+    assert f"aiconfigurator-core {tables.PACKAGE_VERSION}" in data.origin
+    assert f"python -m sim.profiles build {name}" in data.origin
+    assert "Apache-2.0" in data.licence
+    assert "NVIDIA aiconfigurator" in data.licence
+    assert any("chosen, not measured" in note for note in data.notes)
+    assert any("PCIe" in note for note in data.notes) == (data.gpu == "l40s" and data.tp > 1)
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_one_token_takes_no_less_than_reading_the_weights(name: str) -> None:
+    data = load(name).data
+    least_s = data.weight_bytes / (data.tp * GPUS[data.gpu].memory_bytes_per_s)
+    assert least_s <= data.decode_s[0, 0] <= 3 * least_s
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_prefill_takes_no_less_than_its_multiplications_at_peak(name: str) -> None:
+    data, shape = load(name).data, model_shape(name.split("_", maxsplit=1)[0])
+    matrix = shape.layers * shape.matrix_per_layer
+    least_s = 2 * matrix * data.prefill_tokens / (data.tp * GPUS[data.gpu].flops)
+    assert np.all(data.prefill_s >= least_s)
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_weights_and_kv_fit_the_memory(name: str) -> None:
+    data = load(name).data
+    held = data.weight_bytes + data.kv_capacity_tokens * data.kv_bytes_per_token
+    room = data.tp * (GPUS[data.gpu].memory_bytes * common.UTILISATION - common.reserve_bytes(data.tp))
+    assert held <= room < held + data.kv_bytes_per_token
+
+
+def test_llama_70b_on_two_h100_has_little_room() -> None:
+    assert 15_000 <= load("llama-2-70b_h100_sxm_tp2").data.kv_capacity_tokens <= 22_000
+
+
+# --- the closed forms ---
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> tuple[Profile, int, float, int]:
+    profile = PROFILES[draw(st.sampled_from(SHIPPED))]
+    batch = draw(st.integers(1, profile.data.max_slots))
+    count = draw(st.integers(1, TOKEN_LIMIT))
+    whole = st.integers(1, profile.max_context - count).map(float)
+    context = draw(st.one_of(whole, st.floats(1.0, profile.max_context - count)))
+    return profile, batch, context, count
+
+
+PROFILES = {name: load(name) for name in SHIPPED}
+
+
+@settings(max_examples=200, deadline=None)
+@given(runs())
+def test_decode_run_equals_the_sum_of_its_iterations(case: tuple[Profile, int, float, int]) -> None:
+    profile, batch, context, count = case
+    summed = math.fsum(profile.decode_iteration_s(batch, context + np.arange(count)))
+    assert profile.decode_run_s(batch, context, count) == pytest.approx(summed, rel=1e-12, abs=0)
+
+
+@settings(max_examples=100, deadline=None)
+@given(runs())
+def test_iterations_of_a_time_are_the_exact_inverse(case: tuple[Profile, int, float, int]) -> None:
+    profile, batch, context, count = case
+    time_s = profile.decode_run_s(batch, context, count)
+    assert profile.decode_run_iterations(batch, context, time_s, count + 5) == count
+    assert profile.decode_run_iterations(batch, context, math.nextafter(time_s, math.inf), count + 5) == count + 1
+    assert profile.decode_run_iterations(batch, context, 2 * time_s, count) == count  # never more than `most`
+    assert profile.decode_run_iterations(batch, context, 0.0, count) == 0
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_iteration_is_the_table_at_grid_points_and_linear_between(name: str) -> None:
+    profile = PROFILES[name]
+    data = profile.data
+    inside = data.decode_batch <= data.max_slots
+    at_grid = profile.decode_iteration_s(data.decode_batch[inside, None], data.decode_context[None, :])
+    np.testing.assert_allclose(at_grid, data.decode_s[inside], rtol=1e-14)
+    corners = [profile.decode_iteration_s(b, c) for b in (32, 48) for c in (512, 768)]
+    assert float(profile.decode_iteration_s(40, 640)) == pytest.approx(float(np.mean(corners)), rel=1e-14)
+    assert profile.decode_iteration_s(7, 1) == profile.decode_iteration_s(7, common.CONTEXTS[0])
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_prefill_is_cut_into_iterations(name: str) -> None:
+    profile = PROFILES[name]
+    most = profile.data.max_batched_tokens
+    whole_s, rest_s = (float(profile.prefill_s(tokens)) for tokens in (most, 700))
+    assert float(profile.prefill_s(3 * most)) == pytest.approx(3 * whole_s)
+    assert float(profile.prefill_s(2 * most + 700)) == pytest.approx(2 * whole_s + rest_s)
+    np.testing.assert_array_equal(profile.prefill_s([0, 1]), [0.0, profile.data.prefill_s[0]])
+    np.testing.assert_array_equal(profile.prefill_s(profile.data.prefill_tokens), profile.data.prefill_s)
+
+
+def test_overhead_comes_on_top_of_every_iteration_and_speed_scales_all() -> None:
+    fields = shipped_fields()
+    plain = Profile.from_json(json.dumps(fields))
+    slow = Profile(data=Profile.from_json(json.dumps(fields | {"iteration_overhead_s": 0.002})).data, speed=1.5)
+    assert slow.decode_run_s(9, 300.0, 400) == pytest.approx(1.5 * (plain.decode_run_s(9, 300.0, 400) + 400 * 0.002))
+    assert float(slow.prefill_s(10_000)) == pytest.approx(1.5 * (float(plain.prefill_s(10_000)) + 2 * 0.002))
+
+
+def test_response_beyond_the_kv_cache_or_the_grid_is_refused() -> None:
+    profile = PROFILES["llama-2-70b_h100_sxm_tp2"]
+    profile.require_fit(1024, 8192)
+    with pytest.raises(InfeasibleError, match="decode grid of 16384 tokens"):
+        profile.require_fit(1024, 16384)
+    fields = shipped_fields("llama-2-70b_h100_sxm_tp2") | {"kv_capacity_tokens": 9000}
+    with pytest.raises(InfeasibleError, match="KV cache of 9000 tokens"):
+        Profile.from_json(json.dumps(fields)).require_fit(1024, 8192)
+
+
+# --- models and providers ---
+
+
+@pytest.mark.parametrize("key", models())
+def test_parameters_are_those_of_the_checkpoint(key: str) -> None:
+    assert model_shape(key).parameters == PUBLISHED_PARAMETERS[key]
+
+
+def test_kv_bytes_count_grouped_heads_and_copies() -> None:
+    assert model_shape("llama-2-70b").kv_bytes_per_token(8) == 2 * 80 * 8 * 128 * 2
+    shape = model_shape("qwen2.5-3b")
+    assert shape.kv_bytes_per_token(2) == shape.kv_bytes_per_token(1) == 2 * 36 * 2 * 128 * 2
+    assert shape.kv_bytes_per_token(4) == 2 * shape.kv_bytes_per_token(1)  # two KV heads on four ranks
+
+
+@pytest.mark.parametrize("target", tables.TARGETS, ids=lambda target: target.name)
+def test_roofline_is_near_the_tables(target: tables.Target) -> None:
+    """Measured 0.68 to 1.17 (decode) and 0.68 to 1.30 (prefill); at tp 4 on PCIe from 0.26 on: slow all-reduces."""
+    guess, known = roofline.build(model_shape(target.model), target.gpu, target.tp).data, load(target.name).data
+    low = 0.2 if (target.gpu, target.tp) == ("l40s", 4) else 0.6
+    used = known.decode_batch <= known.max_slots
+    decode, prefill = (guess.decode_s / known.decode_s)[used], guess.prefill_s / known.prefill_s
+    assert low < decode.min() <= decode.max() < 1.25
+    assert low < prefill.min() <= prefill.max() < 1.4
+    assert guess.kv_capacity_tokens == known.kv_capacity_tokens
+    assert guess.kind == "roofline"
+    assert guess.notes[0].startswith("Nothing was measured")
+
+
+def test_roofline_parts_by_hand() -> None:
+    shape, gpu = model_shape("llama-2-70b"), GPUS["h100_sxm"]
+    # A ring of 4 sends 2 * 3/4 of 1000 hidden vectors, twice a layer.
+    ring_s = LOCAL_LATENCY_S + 1.5 * 1000 * 8192 * 2 / (450e9 * roofline.LINK_EFFICIENCY)
+    assert float(roofline.all_reduce_s(shape, gpu, 4, np.array(1000.0))) == pytest.approx(160 * ring_s)
+    assert float(roofline.all_reduce_s(shape, gpu, 1, np.array(1000.0))) == 0.0
+    # One more token of context costs its KV read; keys and values of two prompts do not see each other.
+    one, two = (float(roofline.decode_s(shape, gpu, 2, np.array(8.0), np.array(float(c)))) for c in (1000, 1001))
+    kv_s = 8 * shape.kv_bytes_per_token(2) / (2 * gpu.memory_bytes_per_s * roofline.MEMORY_EFFICIENCY)
+    assert two - one == pytest.approx(kv_s, rel=1e-6)
+    cap, twice = (float(roofline.prefill_s(shape, gpu, 8, np.array(float(t)))) for t in (1024, 2048))
+    fixed = shape.layers * (roofline.LAYER_S + roofline.ALL_REDUCES_PER_LAYER * LOCAL_LATENCY_S)
+    assert twice - fixed == pytest.approx(2 * (cap - fixed))
+
+
+def test_running_maximum_counts_what_it_raised() -> None:
+    result, raised, share = common.rising(np.array([[1.0, 2.0, 1.5], [1.1, 1.8, 4.0]]))
+    np.testing.assert_array_equal(result, [[1.0, 2.0, 2.0], [1.1, 2.0, 4.0]])
+    assert raised == 2
+    assert share == pytest.approx(2.0 / 1.5 - 1)
+
+
+@pytest.mark.parametrize("name", ["qwen2.5-7b_l40s_tp4", "llama-3-8b_h100_sxm_tp1"])
+def test_rebuilding_gives_the_shipped_bytes(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("aiconfigurator_core", reason="rebuilding needs the extra: pip install 'rlhfless[profiles]'")
+    (target,) = tables.chosen([name])
+    write_profile(tables.build(target), tmp_path / "again.json")
+    shipped = Path(tables.__file__).parent / "shipped" / f"{name}.json"
+    assert (tmp_path / "again.json").read_bytes() == shipped.read_bytes()
+    assert [path.name for path in tmp_path.iterdir()] == ["again.json"]
+
+
+def test_building_without_the_extra_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("aiconfigurator_core", "aiconfigurator_core.sdk"):
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(InputError, match=r"pip install 'rlhfless\[profiles\]'"):
+        tables.build(tables.TARGETS[0])
+
+
+# --- bad input ---
+
+
+def bad_profile(**changes: object) -> str:
+    return json.dumps({key: value for key, value in (shipped_fields() | changes).items() if value is not ...})
+
+
+def grid(**cells: object) -> list[list[Any]]:
+    values: list[list[Any]] = shipped_fields()["decode_s"]
+    values[3][2] = cells["value"]
+    return values
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "message"),
+    [
+        pytest.param("{", SchemaError, "not JSON", id="not JSON"),
+        pytest.param("[1]", SchemaError, "schema None", id="a list"),
+        pytest.param(bad_profile(schema=2), SchemaError, "schema 2 is not readable", id="another schema"),
+        pytest.param(bad_profile(decode_s=...), SchemaError, "missing required field `decode_s`", id="missing column"),
+        pytest.param(bad_profile(tp=...), SchemaError, "missing required field `tp`", id="missing field"),
+        pytest.param(bad_profile(tp="two"), SchemaError, r"Expected `int`, got `str` - at `\$.tp`", id="wrong type"),
+        pytest.param(bad_profile(weight_bytes=None), SchemaError, r"\$.weight_bytes", id="null number"),
+        pytest.param(bad_profile(decode_s=grid(value=None)), InputError, "decode_s holds nan", id="null in the grid"),
+        pytest.param(bad_profile(decode_s=grid(value=0)), InputError, "decode_s holds 0.0", id="zero latency"),
+        pytest.param(bad_profile(decode_s=grid(value=1e-3)), InputError, "must not fall as", id="falling"),
+        pytest.param(bad_profile(decode_s=grid(value=[1])), SchemaError, r"\$.decode_s", id="ragged"),
+        pytest.param(bad_profile(decode_s=[[0.1, 0.2]]), InputError, r"shape \(1, 2\), the grid needs", id="shape"),
+        pytest.param(bad_profile(prefill_s=[0.1]), InputError, "differ in length", id="prefill length"),
+        pytest.param(bad_profile(prefill_tokens=[1, 1]), InputError, "prefill_tokens must ascend", id="not ascending"),
+        pytest.param(bad_profile(decode_batch=[1.5, 2]), SchemaError, "whole numbers", id="half a batch"),
+        pytest.param(bad_profile(decode_context=[16]), InputError, "two grid points", id="one point"),
+        pytest.param(bad_profile(max_slots=10_000), InputError, "beyond the decode grid", id="too many slots"),
+        pytest.param(bad_profile(max_batched_tokens=10_000), InputError, "beyond the prefill", id="too many tokens"),
+        pytest.param(bad_profile(kv_capacity_tokens=0), InputError, "must be above 0", id="no KV"),
+        pytest.param(bad_profile(cold_start_s=-1), InputError, "must not be negative", id="negative time"),
+    ],
+)
+def test_bad_profile_file_is_refused_in_one_line(
+    text: str, kind: type[InputError], message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "bad.json"
+    path.write_text(text)
+    with pytest.raises(InputError, match=message) as caught:
+        load(str(path))
+    assert caught.type is kind
+    assert str(caught.value).startswith(str(path))
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_file_and_unknown_name() -> None:
+    with pytest.raises(InputError, match=r"nowhere\.json: cannot read the profile \(No such file"):
+        load("nowhere.json")
+    with pytest.raises(InputError, match="unknown profile 'qwen': known are llama-2-70b_h100_sxm_tp2, "):
+        load("qwen")
+    with pytest.raises(InputError, match="unknown model 'gpt'"):
+        model_shape("gpt")
+    with pytest.raises(InputError, match="cannot read the model config"):
+        read_shape(Path("nowhere/config.json"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": ...}, "hidden_size is missing"),
+        ({"num_key_value_heads": ...}, "num_key_value_heads is missing"),
+        ({"vocab_size": 0}, "vocab_size = 0; it must be a whole number"),
+        ({"num_hidden_layers": True}, "num_hidden_layers = True"),
+        ({"intermediate_size": 1.5}, r"intermediate_size = 1\.5"),
+        ({"num_key_value_heads": 3}, "no multiple of num_key_value_heads 3"),
+        ({"hidden_size": 3585}, "no multiple of num_attention_heads 28; give head_dim"),
+        ({"num_experts": 64}, "num_experts = 64; only dense decoders"),
+        ({"num_local_experts": 8}, "num_local_experts = 8"),
+        ({"quantization_config": {"bits": 4}}, "quantised weights"),
+        ({"model_type": "gemma2"}, "model_type 'gemma2' is not known; known are llama, qwen2"),
+        ({"model_type": ...}, "model_type None"),
+    ],
+)
+def test_bad_model_config_is_refused(changes: dict[str, object], message: str) -> None:
+    config = json.loads(model_config("qwen2.5-7b")) | changes
+    text = json.dumps({key: value for key, value in config.items() if value is not ...})
+    with pytest.raises(InputError, match=message) as caught:
+        parse_shape(text, "bad", "config.json")
+    assert str(caught.value).startswith("config.json: ")
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null"])
+def test_model_config_that_is_no_object_is_refused(text: str) -> None:
+    with pytest.raises(InputError, match=r"^config\.json: "):
+        parse_shape(text, "bad", "config.json")
+
+
+def test_explicit_head_dim_and_biases_are_counted() -> None:
+    config = json.loads(model_config("llama-3-8b"))
+    plain = parse_shape(json.dumps(config), "m", "m")
+    wide = parse_shape(json.dumps(config | {"head_dim": 256}), "m", "m")
+    assert wide.parameters - plain.parameters == 32 * 4096 * 128 * (2 * 32 + 2 * 8)
+    biased = parse_shape(json.dumps(config | {"attention_bias": True, "mlp_bias": True}), "m", "m")
+    assert biased.parameters - plain.parameters == 32 * ((32 + 16) * 128 + 4096 + 2 * 14336 + 4096)
+    normed = parse_shape(json.dumps(config | {"model_type": "qwen3"}), "m", "m")
+    assert normed.parameters - plain.parameters == 32 * 2 * 128
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu", "tp", "kind", "message"),
+    [
+        ("llama-2-70b", "h100_sxm", 1, InfeasibleError, r"128\.5 GiB of weights do not fit on 1 x h100_sxm"),
+        ("qwen2.5-7b", "l40s", 8, InfeasibleError, "28 attention heads do not split over tp 8"),
+        ("qwen2.5-7b", "l40s", 0, InputError, "tensor-parallel size 0"),
+        ("qwen2.5-7b", "tpu", 1, InputError, "unknown GPU 'tpu': known are h100_sxm"),
+    ],
+)
+def test_impossible_roofline_is_refused(model: str, gpu: str, tp: int, kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        roofline.build(model_shape(model), gpu, tp)
+
+
+def test_kv_heads_that_neither_split_nor_repeat_are_refused() -> None:
+    config = json.loads(model_config("llama-3-8b")) | {"num_attention_heads": 36, "num_key_value_heads": 6}
+    shape = parse_shape(json.dumps(config | {"head_dim": 128}), "m", "m")
+    with pytest.raises(InfeasibleError, match="6 KV heads neither split over nor repeat on tp 4"):
+        shape.require_split(4)
+
+
+# --- the command ---
+
+
+def command(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-m", "sim.profiles", *arguments]
+    return subprocess.run(line, capture_output=True, text=True, check=False, timeout=120, cwd=cwd)
+
+
+def test_list_prints_every_profile() -> None:
+    done = command("list")
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    assert [line.split()[0] for line in lines[1:]] == list(SHIPPED)
+    assert all("…" not in line for line in lines)
+
+
+def test_show_prints_origin_and_tables() -> None:
+    done = command("show", "qwen2.5-3b_l40s_tp1")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "aiconfigurator-core" in done.stdout
+    assert "16384" in done.stdout
+
+
+def test_roofline_command_writes_a_profile_that_loads(tmp_path: Path) -> None:
+    config, out = tmp_path / "Llama-3-8B" / "config.json", tmp_path / "new" / "p.json"
+    config.parent.mkdir()
+    config.write_bytes(model_config("llama-3-8b"))
+    done = command("roofline", str(config), "--gpu", "a100_sxm", "--tp", "2", "--out", str(out))
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{out}\n", "")
+    assert load(str(out)).data.name == "llama-3-8b_a100_sxm_tp2_roofline"
+    assert load(str(out)).to_json() == roofline.build(read_shape(config), "a100_sxm", 2).to_json()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("show", "nope"), "error: unknown profile 'nope': known are llama-2-70b"),
+        (("build", "nope"), "error: no recipe for profile 'nope': known are qwen2.5-3b_l40s_tp1"),
+        (("roofline", "nope.json", "--gpu", "l40s", "--out", "x.json"), "error: nope.json: cannot read the model"),
+        (("roofline", "nope.json", "--gpu", "l40s"), "error: Missing option '--out'"),
+        (("show",), "error: Missing argument"),
+    ],
+)
+def test_wrong_use_of_the_command_ends_in_one_line(arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    done = command(*arguments, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith(message)
+    assert done.stderr.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="cannot write the profile"):
+        write_profile(load(SHIPPED[0]), tmp_path / "file" / "p.json")

@@ -1,0 +1,108 @@
+"""python -m traces: describe, convert, synthesize and import traces."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from rlhfless import commands
+from rlhfless.types.workload import Algorithm
+from traces.describe import describe as statistics
+from traces.format import Trace
+from traces.importers import gsm8k as gsm8k_files
+from traces.importers import tokenizers
+from traces.synthesize import preset_names
+from traces.synthesize import synthesize as draw
+
+app = typer.Typer(help="Recorded and synthetic response lengths.", add_completion=False)
+
+Out = Annotated[Path, typer.Option(help="Trace to write, .parquet or .jsonl.")]
+
+
+@app.command()
+def describe(
+    file: Annotated[Path, typer.Argument(help="Trace, .parquet or .jsonl.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Print what a trace looks like."""
+    found = statistics(Trace.read(file))
+    if as_json:
+        print(json.dumps(found, allow_nan=False))
+        return
+    console = Console()
+    epochs: list[dict[str, Any]] = found.pop("per_epoch")
+    run = Table("statistic", "value", title=str(file))
+    for name, value in found.items():
+        run.add_row(name.replace("_", " "), _shown(value))
+    by_epoch = Table(*(name.replace("_", " ") for name in epochs[0]))
+    for epoch in epochs:
+        by_epoch.add_row(*(_shown(value) for value in epoch.values()))
+    console.print(run, by_epoch)
+
+
+def _shown(value: object) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+@app.command()
+def convert(
+    source: Annotated[Path, typer.Argument(help="Trace to read.")],
+    target: Annotated[Path, typer.Argument(help="Trace to write; its suffix says the format.")],
+) -> None:
+    """Turn Parquet into JSON Lines or the reverse."""
+    _write(Trace.read(source), target)
+
+
+@app.command()
+def synthesize(
+    preset: Annotated[str, typer.Argument(help=f"One of {', '.join(preset_names())}.")],
+    out: Out,
+    prompts: Annotated[int, typer.Option(help="Prompts of the data set.")] = 1024,
+    epochs: Annotated[int, typer.Option(help="Passes over the data set.")] = 3,
+    n: Annotated[int, typer.Option("--responses-per-prompt", "-n", help="Samples of each prompt.")] = 1,
+    cap: Annotated[int, typer.Option("--max-response-tokens", help="Cap on a response.")] = 2048,
+    prompts_per_step: Annotated[int, typer.Option(help="Prompts of a training step.")] = 256,
+    seed: Annotated[int, typer.Option(help="Same seed, same bytes.")] = 0,
+    algorithm: Annotated[str, typer.Option(help="ppo or grpo.")] = "ppo",
+    stretch: Annotated[bool, typer.Option(help="Scale lengths with the cap instead of cutting them.")] = False,
+) -> None:
+    """Draw a synthetic trace."""
+    trace = draw(
+        preset,
+        prompts=prompts,
+        epochs=epochs,
+        responses_per_prompt=n,
+        max_response_tokens=cap,
+        prompts_per_step=prompts_per_step,
+        seed=seed,
+        algorithm=cast(Algorithm, algorithm),  # TraceInfo refuses any other
+        stretch=stretch,
+    )
+    _write(trace, out)
+
+
+@app.command()
+def gsm8k(
+    source: Annotated[Path, typer.Argument(help=f"{gsm8k_files.SOLUTIONS_FILE}, or the folder that holds it.")],
+    out: Out,
+    tokenizer: Annotated[str, typer.Option(help="words, qwen, or a folder for transformers.")] = "words",
+    prompts_per_step: Annotated[int, typer.Option(help="Prompts of a training step.")] = 256,
+) -> None:
+    """Import the solutions of four models that come with GSM8K."""
+    _write(gsm8k_files.recorded(source, tokenizers.load(tokenizer), prompts_per_step), out)
+
+
+def _write(trace: Trace, target: Path) -> None:
+    trace.write(target)
+    print(f"{len(trace)} responses to {len(trace.prompt_ids)} prompts", file=sys.stderr)
+    print(target)
+
+
+if __name__ == "__main__":
+    commands.run(app)
