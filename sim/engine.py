@@ -85,6 +85,7 @@ class Engine:
     """KV in use by what runs."""
     _iteration: int = 0
     _context_tokens: int = 0
+    _queued_tokens: int = 0
     _ends: list[tuple[int, int]] = field(default_factory=list)
     _loaded: set[int] = field(default_factory=set)
     _met: set[int] = field(default_factory=set)
@@ -98,6 +99,7 @@ class Engine:
         """Queue responses. `loaded`: the KV of their prompt and tokens so far has come with them."""
         responses = list(responses)
         self.waiting.extend(responses)
+        self._queued_tokens += sum(map(self._context, responses))
         if loaded:
             self._loaded.update(responses)
 
@@ -110,6 +112,15 @@ class Engine:
     def decoding(self) -> bool:
         """Whether the running stretch decodes; a prefill otherwise."""
         return self._stretch_batch > 0
+
+    @property
+    def context_tokens(self) -> int:
+        """Context of everything unfinished, in slots and in the queue."""
+        return self._context_tokens + self._queued_tokens
+
+    def _context(self, response: int) -> int:
+        batch = self.batch
+        return batch.prompt_tokens[response // batch.responses_per_prompt] + batch.generated[response]
 
     @property
     def headroom_tokens(self) -> int:
@@ -181,7 +192,7 @@ class Engine:
         self._loaded.clear()
         self._pins.clear()
         self._drop_cache()
-        self.used_tokens = self._context_tokens = 0
+        self.used_tokens = self._context_tokens = self._queued_tokens = 0
         return left
 
     def _key(self, response: int) -> int:
@@ -203,6 +214,7 @@ class Engine:
             prefill += self._enter(response, key, shared)
             self.used_tokens += need
             self._context_tokens += prompt_tokens + own
+            self._queued_tokens -= prompt_tokens + own
             end = self._iteration + batch.target[response] - own
             self.running[response] = end
             heappush(self._ends, (end, response))
@@ -260,6 +272,7 @@ class Engine:
         self._leave(response, keep=False)
         self._drop_cache()
         self.waiting.appendleft(response)
+        self._queued_tokens += self._context(response)
         self.preemptions += 1
 
     def _trim_cache(self) -> None:

@@ -88,6 +88,7 @@ class Generation:
         self.finished = np.zeros(count, dtype=np.int64)
         self.running = np.zeros(count, dtype=np.int64)
         self.generated = np.zeros(count, dtype=np.int64)
+        self.context = np.zeros(count, dtype=np.int64)
         self.kv = np.zeros(count, dtype=np.int64)
 
     def run(self, failures: Sequence[tuple[int, float]] = ()) -> float:
@@ -174,6 +175,7 @@ class Generation:
         """Refresh what rules see of an actor."""
         engine, index = actor.engine, actor.index
         self.running[index] = len(engine.running)
+        self.context[index] = engine.context_tokens
         self.kv[index] = engine.used_tokens
         self.generated[index] = engine.generated_tokens
 
@@ -190,7 +192,7 @@ class Generation:
             waiting=ints(unfinished - self.running),
             open_slots=ints(np.where(unfinished > 0, np.maximum(self.slots - unfinished, 0), 0)),
             tokens_generated=ints(self.generated),
-            kv_tokens=ints(self.kv),
+            context_tokens=ints(self.context),
             kv_headroom_tokens=ints(capacity - self.kv),
             unfinished=self._unfinished,
             cuts_so_far=self.cuts,
@@ -226,7 +228,7 @@ class Generation:
     def _forget(self, actor: Actor) -> None:
         """Nothing unfinished is left with an actor, as rules see it."""
         self.assigned[actor.index] = self.finished[actor.index]
-        self.running[actor.index] = self.kv[actor.index] = 0
+        self.running[actor.index] = self.context[actor.index] = self.kv[actor.index] = 0
 
     def _leave(self, actor: Actor) -> None:
         """At its boundary, a cut actor sends its responses on and is released when they have gone."""
@@ -272,7 +274,7 @@ class Generation:
             return  # the target has died, and the response was given to another
         target.incoming.discard(response)
         if target.state != "working":  # cut while the response was on its way: on to where the rule wants it
-            self._send(response, target.host, self.actors[target.targets[response]])
+            self._send(response, target.host, self.actors[target.targets.pop(response)])
             return
         target.engine.submit([response], loaded=loaded)
         if target.busy:

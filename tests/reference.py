@@ -57,6 +57,7 @@ class Worker:
     finished: int = 0
     seen_running: int = 0
     seen_kv: int = 0
+    seen_context: int = 0
     seen_generated: int = 0
     generated: int = 0
     woken: bool = False  # something arrived since the last boundary
@@ -130,6 +131,7 @@ class TokenByToken:
 
     def observe(self, w: Worker) -> None:
         w.seen_running, w.seen_kv, w.seen_generated = len(w.slots_used), w.kv(), w.generated
+        w.seen_context = sum(r.context for r in [*w.slots_used, *w.queue])
         for r in w.slots_used:
             r.seen = r.generated
 
@@ -217,7 +219,7 @@ class TokenByToken:
             waiting=ints(unfinished - running),
             open_slots=ints([max(w.slots - int(u), 0) if u else 0 for w, u in zip(ws, unfinished, strict=True)]),
             tokens_generated=ints([w.seen_generated for w in ws]),
-            kv_tokens=ints([w.seen_kv for w in ws]),
+            context_tokens=ints([w.seen_context for w in ws]),
             kv_headroom_tokens=ints([capacity - w.seen_kv for w in ws]),
             cuts_so_far=self.cuts,
             unfinished=left_of,
@@ -231,7 +233,7 @@ class TokenByToken:
             for number, target in w.targets.items():
                 ws[target].assigned += 1
                 ws[target].incoming.append(own[number])
-            w.assigned, w.seen_running, w.seen_kv = w.finished, 0, 0
+            w.assigned, w.seen_running, w.seen_kv, w.seen_context = w.finished, 0, 0, 0
             self.cuts += 1
             if not w.stepping and not w.slots_used and not w.queue:
                 self.leave(w)
@@ -266,7 +268,7 @@ class TokenByToken:
     def arrive(self, r: Response, w: Worker, loaded: bool) -> None:
         w.incoming.remove(r)
         if w.state != "working":
-            self.send(r, w.host, self.workers[w.targets[r.number]])
+            self.send(r, w.host, self.workers[w.targets.pop(r.number)])
             return
         r.loaded = loaded
         w.queue.append(r)

@@ -27,10 +27,11 @@ def both(
     slots: int,
     caching: bool,
     spec: MigrationSpec | None,
+    kv_bytes: float = 1e5,
 ) -> tuple[Generation, TokenByToken, list[Response], list[Worker]]:
     """Run one random step in both simulators."""
     rng = np.random.default_rng(seed)
-    profile = tiny_profile(kv_capacity_tokens=capacity, max_slots=slots)
+    profile = tiny_profile(kv_capacity_tokens=capacity, max_slots=slots, kv_bytes_per_token=kv_bytes)
     cluster = Cluster.uniform("l40s", actors, gpus_per_host=2)
     prompt_tokens = rng.integers(1, 60, prompts).tolist()
     target = np.minimum(rng.lognormal(3.6, 0.9, prompts * n).astype(int) + 1, 300).tolist()
@@ -126,8 +127,9 @@ def assert_equal(generation: Generation, slow: TokenByToken, responses: list[Res
     slots=st.integers(1, 16),
     caching=st.booleans(),
     spec=SPECS,
+    kv_bytes=st.sampled_from([1e5, 2e6]),
 )
-def test_event_jump_equals_token_by_token(seed, actors, per_actor, n, capacity, slots, caching, spec):
+def test_event_jump_equals_token_by_token(seed, actors, per_actor, n, capacity, slots, caching, spec, kv_bytes):
     run = both(
         seed,
         actors=actors,
@@ -137,6 +139,7 @@ def test_event_jump_equals_token_by_token(seed, actors, per_actor, n, capacity, 
         slots=slots,
         caching=caching,
         spec=spec,
+        kv_bytes=kv_bytes,
     )
     assert_equal(*run)
 

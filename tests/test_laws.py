@@ -27,8 +27,11 @@ from rlhfless.types.report import WORK, StepReport
 from rlhfless.types.workload import Workload
 from sim.engine import Engine
 from sim.executor import SimExecutor
+from sim.profiles import load
 from sim.world import Failure, World
 from tests.profiles import tiny_profile
+from traces.load import steps
+from traces.synthesize import synthesize
 
 CAP = 120
 PROMPT = 60
@@ -286,3 +289,26 @@ def test_failures_happen_and_are_survived() -> None:
     check_delivery(record, outcome)
     healthy = Case(**{**alone.__dict__, "failures": ()}).run()[0][0].report
     assert record.report.phase_s("generation") > healthy.phase_s("generation") + 20.0  # a cold start and the lost KV
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["dp+pa", "rlhfuse"])
+def test_a_crowded_cluster_loses_nothing(policy: str) -> None:
+    """20,000 responses where KV is short: moves cross with cuts of the actors that they go to."""
+    profile, cluster = load("llama-2-70b_h100_sxm_tp2"), Cluster.uniform("h100_sxm", 256)
+    trace = synthesize(
+        "gsm8k",
+        prompts=20_000,
+        epochs=1,
+        responses_per_prompt=1,
+        max_response_tokens=2048,
+        prompts_per_step=20_000,
+        seed=0,
+        algorithm="ppo",
+    )
+    workload, outcome = next(iter(steps(trace)))
+    executor = SimExecutor(cluster=cluster, world=World(profile=profile, outcome_of=lambda _: outcome))
+    (record,) = run(Planner(policy, profile, cluster), executor, [workload])
+    check_delivery(record, outcome)
+    check_gpus(record.report, 256)
+    assert record.report.counters.moves > 1000

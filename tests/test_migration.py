@@ -44,7 +44,7 @@ def view_of(actors, cuts_so_far=0, asked=None):
         waiting=ints(waiting),
         open_slots=ints([0 if a[2] else a[3] for a in actors]),  # a waiting response leaves no slot open
         tokens_generated=ints([sum(a[1]) for a in actors]),
-        kv_tokens=ints([sum(a[1]) for a in actors]),
+        context_tokens=ints([sum(a[1]) for a in actors]),
         kv_headroom_tokens=ints([a[4] for a in actors]),
         cuts_so_far=cuts_so_far,
         unfinished=unfinished,
@@ -124,7 +124,7 @@ def test_global_cut_keeps_the_fewest_that_hold_everything(actors):
     view = view_of(actors)
     alive = np.flatnonzero(view.alive).tolist()
     assume(len(alive) > 1)
-    ranked = sorted(alive, key=lambda actor: (-view.running[actor], -view.kv_tokens[actor], actor))
+    ranked = sorted(alive, key=lambda actor: (-view.running[actor], -view.context_tokens[actor], actor))
     fewest = next(
         (m for m in range(1, len(alive)) if view.open_slots[ranked[:m]].sum() >= view.running[ranked[m:]].sum()),
         len(alive),

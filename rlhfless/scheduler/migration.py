@@ -4,6 +4,7 @@ An executor calls `triggered` each time a response finishes, and `decide` where 
 see no true lengths.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -20,6 +21,10 @@ GLOBAL_CUT = "global-cut"
 
 DEFAULT_TAU = 0.7
 """Share of an actor's responses that must have finished before it can be cut (RLHFless §6)."""
+
+MOST_LOOKS = 2
+"""Ripe actors, those with the fewest unfinished responses, whose responses are looked at one by one before a decision
+gives up (chosen: it bounds the work of a decision; where two do not fit for want of KV, larger ones rarely do)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +43,8 @@ class GenerationView:
     """Slots that its finished responses have left and nothing waits for."""
     tokens_generated: IntArray
     """Response tokens that it has generated in this step."""
-    kv_tokens: IntArray
-    """Tokens whose KV its running responses hold, shared prompts once: never more than their contexts together."""
+    context_tokens: IntArray
+    """Context, prompt and generated so far, of its unfinished responses; at most the sum over `unfinished`."""
     kv_headroom_tokens: IntArray
     """Further tokens whose KV it can hold."""
     cuts_so_far: int
@@ -92,8 +97,8 @@ class CutAndMigrate:
     fit into open slots and KV headroom of others; else it goes on and nothing is lost. Of several the one with the
     fewest unfinished is cut first (ties: the highest index). Responses go, largest context first, to the actor with
     the lowest share finished, which will run longest anyway (ties: the lowest index), until it is full, then to the
-    next. Each takes the largest that fit, so where KV is short a tighter packing may be missed and the cut waits. An
-    actor that took responses is not cut in the same decision.
+    next. Each takes the largest that fit, so where KV is short a tighter packing may be missed and the cut waits, as it
+    may when the MOST_LOOKS smallest do not fit. An actor that took responses is not cut in the same decision.
     """
 
     tau: float = DEFAULT_TAU
@@ -120,14 +125,14 @@ class CutAndMigrate:
         may_cut = self._ripe(assigned, finished, unfinished)
         decided: list[Migration] = []
         while True:
-            # KV held is at most what moves: where even that finds no headroom, the contexts need not be asked for
+            # where all of an actor's context finds no headroom, the responses need not be looked at one by one
             spare = np.where(room.slots > 0, np.maximum(room.headroom, 0), 0)
-            fits = (room.slots.sum() - room.slots >= unfinished) & (spare.sum() - spare >= view.kv_tokens)
+            fits = (room.slots.sum() - room.slots >= unfinished) & (spare.sum() - spare >= view.context_tokens)
             ripe = np.flatnonzero(may_cut & fits)
             targets = np.flatnonzero(room.slots)
             targets = targets[np.argsort(_share(finished, assigned)[targets], kind="stable")]
             cut: list[Migration] = []
-            for source in ripe[np.lexsort((-ripe, unfinished[ripe]))].tolist():
+            for source in ripe[np.lexsort((-ripe, unfinished[ripe]))][:MOST_LOOKS].tolist():
                 cut = room.take(_leaving(view, source), targets[targets != source])
                 if cut:
                     break
@@ -148,7 +153,7 @@ class CutAndMigrate:
 class GlobalCut:
     """RLHFuse's rule, a baseline: once few responses are left, gather them all on the fewest actors that hold them.
 
-    Those with most left stay (ties: most KV held, then the lowest index) and all others end, once in a step. As many
+    Those with most left stay (ties: most context, then the lowest index) and all others end, once in a step. As many
     stay as slots and KV headroom need; while all must stay, nothing happens.
     """
 
@@ -174,7 +179,7 @@ class GlobalCut:
         if view.cuts_so_far or not self.triggered(view.assigned, view.finished, unfinished):
             return ()
         alive = np.flatnonzero(unfinished)
-        ranked = alive[np.lexsort((alive, -view.kv_tokens[alive], -unfinished[alive]))]
+        ranked = alive[np.lexsort((alive, -view.context_tokens[alive], -unfinished[alive]))]
         leaving = [_leaving(view, actor) for actor in ranked.tolist()]
         context = np.array([sum(one.context_tokens for one in group) for group in leaving])
         slots = np.cumsum((view.open_slots + view.running)[ranked])
@@ -239,25 +244,28 @@ class _Room:
         return cls(slots=np.where(usable, view.open_slots, 0), headroom=view.kv_headroom_tokens.copy())
 
     def take(self, leaving: list[_Leaving], targets: IntArray) -> list[Migration]:
-        """Place all of `leaving`, largest context first, on `targets`, filling one after the other; none if one fails.
+        """Place all of `leaving` on `targets`, filling one after the other with the largest contexts that fit.
 
-        O(responses x targets that are filled).
+        None if one finds no room. O(responses x log responses + targets).
         """
-        left = sorted(leaving, key=lambda one: (-one.context_tokens, one.response))
+        left = sorted(leaving, key=lambda one: (one.context_tokens, -one.response))  # the next to go stands last
+        contexts = [one.context_tokens for one in left]
+        headrooms = self.headroom[targets]
+        if not left or contexts[-1] > headrooms.max(initial=0):
+            return []
+        if np.minimum(self.slots[targets], headrooms // contexts[0]).sum() < len(left):
+            return []
         placed: list[Migration] = []
         room: list[tuple[int, int, int]] = []
-        for target in targets.tolist():
+        for target in targets[headrooms >= contexts[0]].tolist():
+            slots, headroom = int(self.slots[target]), int(self.headroom[target])
+            while slots and (fits := bisect_right(contexts, headroom)):
+                one = left.pop(fits - 1)
+                slots, headroom = slots - 1, headroom - contexts.pop(fits - 1)
+                placed.append(Migration(one.response, one.source, target))
+            room.append((target, slots, headroom))
             if not left:
                 break
-            slots, headroom, over = int(self.slots[target]), int(self.headroom[target]), []
-            for one in left:
-                if slots and one.context_tokens <= headroom:
-                    slots, headroom = slots - 1, headroom - one.context_tokens
-                    placed.append(Migration(one.response, one.source, target))
-                else:
-                    over.append(one)
-            room.append((target, slots, headroom))
-            left = over
         if left:
             return []
         for target, slots, headroom in room:
