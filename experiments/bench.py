@@ -7,6 +7,7 @@ import numpy as np
 
 from rlhfless.accounting.metrics import Summary, generation_bounds, summarize
 from rlhfless.driver import StepRecord, run
+from rlhfless.errors import InfeasibleError
 from rlhfless.scheduler import migration, scaling
 from rlhfless.scheduler.lengths import DEFAULT_WINDOW
 from rlhfless.scheduler.placement import positions
@@ -80,6 +81,11 @@ class PolicyRun:
         return tuple(dict.fromkeys(note for record in self.records for note in record.plan.notes))
 
 
+OWN_BEST = ("verl", "verl-lif", "verl-split", "rlhfuse")
+"""Baselines that get the static number of actors that is best for themselves; the steps of the ablation (raw, dp,
+dp+pa) run with verl's, so that each differs from the one before by one feature."""
+
+
 @dataclass(frozen=True, slots=True)
 class OracleEstimator:
     """True mean lengths, for policies that are labelled as oracles. Only experiments can make one."""
@@ -151,14 +157,22 @@ def best_static(
 ) -> tuple[int, PolicyRun]:
     """(N, its run): the static number of actors that is best for policy `name` in hindsight over these very steps.
 
-    Each rung of `static_ladder` is carried out. The best has the least weighted sum of normalised generation time and
-    GPU-seconds that its actors hold during generation, with the lambda that the scaling policies plan by: the same
-    question, answered with hindsight.
+    Each feasible rung of `static_ladder` is carried out. The best has the least weighted sum of normalised generation
+    time and billed GPU-seconds, with the lambda that the scaling policies plan by: the same question, answered with
+    hindsight. Raises InfeasibleError where no rung is feasible.
     """
-    rungs = static_ladder(steps, setting)
-    runs = [simulate(name, steps, setting, actors=actors, tick=tick) for actors in rungs]
+    rungs, runs = [], []
+    problem: InfeasibleError | None = None
+    for actors in static_ladder(steps, setting):
+        try:
+            runs.append(simulate(name, steps, setting, actors=actors, tick=tick))
+            rungs.append(actors)
+        except InfeasibleError as error:
+            problem = error
+    if problem is not None and not runs:
+        raise problem
     time_s = np.array([each.summary.generation_s.mean for each in runs])
-    held = time_s * np.array(rungs) * setting.profile.data.tp
+    held = np.array([each.summary.held_gpu_s.mean for each in runs])
     score = setting.weight * scaling.min_max(time_s) + (1 - setting.weight) * scaling.min_max(held)
     best = int(np.argmin(score))
     return rungs[best], runs[best]

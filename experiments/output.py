@@ -53,8 +53,11 @@ def atomic_file(path: Path) -> Iterator[IO[bytes]]:
     except OSError as error:
         raise InputError(f"{path}: cannot write ({error.strerror})") from None
     try:
-        with file:
-            yield file
+        try:
+            with file:
+                yield file
+        except OSError as error:  # a full disk, for instance
+            raise InputError(f"{path}: cannot write ({error.strerror})") from None
         mask = os.umask(0)
         os.umask(mask)
         os.chmod(file.name, 0o666 & ~mask)  # temporary files are private, results are not

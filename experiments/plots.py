@@ -94,7 +94,7 @@ MEASURES = (
     ("executed\nGPU-s", "executed_gpu_s"),
     ("cost\n(held GPU-s)", "held_gpu_s"),
 )
-"""What the bars of `scale_figure` compare."""
+"""What `scale_figure` compares."""
 
 
 def gantt(report: StepReport, path: Path, cluster: Cluster) -> None:
@@ -187,7 +187,9 @@ def steps_figure(runs: Mapping[str, Summary], path: Path) -> None:
     with _figure(path, 5.6, 4.0) as figure:
         axes = figure.add_subplot()
         for number, (policy, summary) in enumerate(runs.items()):
-            colour, marker = POLICY_COLOURS[number % len(POLICY_COLOURS)], MARKERS[number % len(MARKERS)]
+            turn = number // len(POLICY_COLOURS)  # past the last colour, the same colours with other markers
+            colour = POLICY_COLOURS[number % len(POLICY_COLOURS)]
+            marker = MARKERS[(number + turn) % len(MARKERS)]
             time, cost = summary.generation_s, summary.decode_executed_gpu_s
             style: dict[str, Any] = {"color": colour, "marker": marker, "linestyle": "none"}
             axes.plot(time.values, cost.values, markersize=4, alpha=0.45, markeredgewidth=0, **style)
@@ -213,7 +215,7 @@ def scale_figure(rows: Sequence[ScaleRow], path: Path, ours: str, baseline: str)
     caps = sorted({row.cap_tokens for row in rows})
     sizes = sorted({row.gpus for row in rows})
     with _figure(path, 8.0, 4.2) as figure:
-        grid = figure.add_gridspec(1, 2, width_ratios=(1, 1.4))
+        grid = figure.add_gridspec(1, 2, width_ratios=(1, 1.1))
         time = figure.add_subplot(grid[0, 0])
         for number, cap in enumerate(caps):
             colour, marker = POLICY_COLOURS[number % len(POLICY_COLOURS)], MARKERS[number % len(MARKERS)]
@@ -223,7 +225,7 @@ def scale_figure(rows: Sequence[ScaleRow], path: Path, ours: str, baseline: str)
                 time.plot(x, y, style, color=colour, marker=marker, markersize=4.5, markerfacecolor=fill, linewidth=1.3)
         _scale_axes(time, sizes)
         _scale_legends(time, caps, ours, baseline)
-        _bars(figure.add_subplot(grid[0, 1]), points, ours, baseline)
+        _ratios(figure.add_subplot(grid[0, 1]), points, baseline)
 
 
 Points = dict[tuple[str, int, int], ScaleRow]
@@ -252,12 +254,15 @@ def _points(rows: Sequence[ScaleRow], ours: str, baseline: str) -> Points:
 
 
 def _scale_axes(time: "Axes", sizes: Sequence[int]) -> None:
-    from matplotlib.ticker import NullLocator
+    from matplotlib.ticker import LogLocator, NullFormatter, NullLocator, StrMethodFormatter
 
     time.set_xscale("log", base=2)
     time.set_xticks(sizes, [str(size) for size in sizes])
     time.xaxis.set_minor_locator(NullLocator())
     time.set_yscale("log")
+    time.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    time.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    time.yaxis.set_minor_formatter(NullFormatter())
     time.set_ylabel("generation time (s)")
     time.set_xlabel("GPUs")
     time.set_title("(a) by cluster size", loc="left", fontsize=10)
@@ -278,30 +283,34 @@ def _scale_legends(time: "Axes", caps: Sequence[int], ours: str, baseline: str) 
     grey: dict[str, Any] = {"color": "#555555", "marker": "o", "markersize": 4.5}
     handles.append(Line2D([], [], linestyle="-", markerfacecolor="#555555", label=ours, **grey))
     handles.append(Line2D([], [], linestyle="--", markerfacecolor="white", label=baseline, **grey))
-    time.legend(handles=handles, fontsize=8, loc="best")
+    time.legend(handles=handles, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2)
 
 
-def _bars(axes: "Axes", points: Points, ours: str, baseline: str) -> None:
-    others = sorted({policy for policy, _, _ in points} - {ours, baseline})
-    policies = [ours, *others, baseline]
-    width = 0.8 / len(policies)
-    for number, policy in enumerate(policies):
-        ratios = [
-            [getattr(row, name) / getattr(points[baseline, gpus, cap], name) for _, name in MEASURES]
-            for (who, gpus, cap), row in points.items()
-            if who == policy
+def _ratios(axes: "Axes", points: Points, baseline: str) -> None:
+    """A row a policy, a marker a measure: its ratio to the baseline, mean over sizes and caps."""
+    policies = list(dict.fromkeys(policy for policy, _, _ in points))
+    for row in range(len(policies)):
+        axes.axhline(row, color="#EEEEEE", linewidth=0.8, zorder=0)
+    for number, (label, name) in enumerate(MEASURES):
+        means = [
+            np.mean(
+                [
+                    getattr(point, name) / getattr(points[baseline, gpus, cap], name)
+                    for (who, gpus, cap), point in points.items()
+                    if who == policy
+                ]
+            )
+            for policy in policies
         ]
-        heights = np.mean(ratios, axis=0)
-        x = np.arange(len(MEASURES)) + (number - (len(policies) - 1) / 2) * width
-        colour = "#BBBBBB" if policy == baseline else POLICY_COLOURS[number % len(POLICY_COLOURS)]
-        bars = axes.bar(x, heights, width * 0.92, color=colour, label=policy)
-        axes.bar_label(bars, [f"{height:.2f}" for height in heights], fontsize=7, padding=2, rotation=90)
-    axes.set_xticks(range(len(MEASURES)), [label for label, _ in MEASURES], fontsize=8)
-    axes.tick_params(axis="x", length=0)
-    axes.set_ylabel(f"relative to {baseline} (lower is better)")
+        style: dict[str, Any] = {"color": POLICY_COLOURS[number], "marker": MARKERS[number], "linestyle": "none"}
+        axes.plot(means, range(len(policies)), markersize=5.5, label=label.replace("\n", " "), **style)
+    axes.axvline(1, color=BLACK, linewidth=0.6, linestyle=":", zorder=0)
+    axes.set_yticks(range(len(policies)), policies, fontsize=8)
+    axes.tick_params(axis="y", length=0)
+    axes.set_ylim(len(policies) - 0.5, -0.5)
+    axes.set_xlabel(f"relative to {baseline} (left is better)")
     axes.set_title("(b) mean over sizes and caps", loc="left", fontsize=10)
-    axes.margins(y=0.12)
-    axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=min(3, len(policies)))
+    axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.4, -0.2), ncols=2)
 
 
 @contextmanager

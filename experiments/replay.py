@@ -12,6 +12,7 @@ from experiments.bench import PolicyRun, Setting, Steps, best_static, bounds, si
 from experiments.output import Cell, csv_text, json_text, out_folder, print_table, progress, write_atomic
 from rlhfless.accounting.metrics import Summary, compare, summarize
 from rlhfless.commands import run
+from rlhfless.errors import InputError
 from rlhfless.scheduler import migration, scaling
 from rlhfless.scheduler.policies import policy
 from traces.format import Trace
@@ -68,24 +69,29 @@ def _row(label: str, epoch: int | None, own: Summary, baseline: Summary) -> dict
 
 def play(
     steps: Steps, setting: Setting, names: Sequence[str], baseline: str, actors: int | None
-) -> tuple[dict[str, PolicyRun], int]:
+) -> tuple[dict[str, PolicyRun], int | None]:
     """Carry out the trace under the baseline and each of `names`; and the static number of actors that was used.
 
-    Without `actors`, the number that is best in hindsight for the baseline (`bench.best_static`).
+    Without `actors`, the number that is best in hindsight for the baseline (`bench.best_static`); None where the
+    baseline scales, and static policies take all actors that fit.
     """
+    static = not policy(baseline).scale
     others = [name for name in names if name != baseline]
-    trials = len(static_ladder(steps, setting)) if actors is None and not policy(baseline).scale else 1
+    trials = len(static_ladder(steps, setting)) if actors is None and static else 1
     with progress((trials + len(others)) * len(steps), f"{len(steps)} steps, {1 + len(others)} policies") as tick:
-        if policy(baseline).scale:
-            first = simulate(baseline, steps, setting, tick=tick)
-        elif actors is None:
+        if static and actors is None:
             actors, first = best_static(baseline, steps, setting, tick)
         else:
             first = simulate(baseline, steps, setting, actors=actors, tick=tick)
         runs = {baseline: first}
         for name in others:
             runs[name] = simulate(name, steps, setting, actors=actors, tick=tick)
-    return runs, actors or 0
+    return runs, actors
+
+
+def gantt_name(name: str) -> str:
+    """File of a policy's last step."""
+    return f"gantt-{name.replace(':', '-')}.png"
 
 
 HEADINGS = (
@@ -129,7 +135,13 @@ def replay(
 ) -> None:
     """Replay recorded response lengths under a policy and a baseline; length history is carried from epoch to epoch."""
     names = options.policy_names(policies, "--policy")
-    options.policy_names(baseline, "--baseline")
+    if len(options.policy_names(baseline, "--baseline")) > 1:
+        raise InputError(f"--baseline {baseline!r}: one policy is needed")
+    if actors is not None and all(policy(name).scale for name in (baseline, *names)):
+        raise InputError(f"--actors {actors}: none of {baseline}, {policies} has a static number of actors")
+    drawn = dict.fromkeys([names[0], baseline])
+    files = ["replay.csv", "replay.json", "replay.png", *(gantt_name(name) for name in drawn)]
+    options.check_outputs(out, files, trace_out)
     recorded = Trace.read(trace)
     remarks = []
     if prompts_per_step is not None:
@@ -144,8 +156,8 @@ def replay(
     )  # fmt: skip
     longest = max(int(workload.prompt_tokens.max()) for workload, _ in steps)
     setting.profile.require_fit(longest, recorded.info.max_response_tokens)
-    folder = out_folder(out)
     runs, static = play(steps, setting, names, baseline, actors)
+    folder = out_folder(out)
 
     epochs = [workload.epoch for workload, _ in steps]
     rows = [
@@ -165,9 +177,8 @@ def replay(
     write_atomic(folder / "replay.csv", csv_text(columns, [[row[name] for name in columns] for row in rows]))
     write_atomic(folder / "replay.json", json_text({"config": config, "bound": bound, "rows": rows}))
     plots.steps_figure({name: runs[name].summary for name in runs}, folder / "replay.png")
-    for name in dict.fromkeys([names[0], baseline]):
-        last = runs[name].reports[-1]
-        plots.gantt(last, folder / f"gantt-{name.replace(':', '-')}.png", setting.cluster)
+    for name in drawn:
+        plots.gantt(runs[name].reports[-1], folder / gantt_name(name), setting.cluster)
     if trace_out is not None:
         perfetto.write(trace_out, runs[names[0]].reports, setting.cluster)
     if as_json:
@@ -177,7 +188,8 @@ def replay(
     print_table(
         f"{trace.name} ({recorded.info.dataset}, {recorded.info.algorithm}, n = {recorded.n}) replayed as {data.model} "
         f"on {nodes} {data.gpu}, {data.tp} GPUs an actor; mean per step, ${setting.usd_per_gpu_hour:g} a GPU-hour; "
-        f"simulated; static policies with {static or 'no'} actors",
+        f"simulated; functions start {start}; "
+        f"static policies with {static or 'all'} actors{'' if static else ' that fit'}",
         [heading for heading, _, _ in HEADINGS],
         [_cells(row) for row in rows],
     )
@@ -186,7 +198,7 @@ def replay(
         print(remark)
     planned = ", ".join(f"{name} {np.round(each.planning_s * 1e3, 2)} ms" for name, each in runs.items())
     print(f"planning a step (median, measured): {planned}")
-    print(f"written to {folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}")
+    print(f"written to {folder}: {', '.join(files)}")
 
 
 def _cells(row: dict[str, Cell]) -> list[Cell]:

@@ -1,6 +1,6 @@
 """`python -m experiments.scale`: every policy on clusters of growing size (RLHFless §6.6, Fig. 16)."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -8,11 +8,11 @@ from typing import Annotated
 import typer
 
 from experiments import options, perfetto, plots
-from experiments.bench import PolicyRun, Setting, Steps, best_static, bounds, simulate, static_ladder
+from experiments.bench import OWN_BEST, PolicyRun, Setting, Steps, best_static, bounds, simulate, static_ladder
 from experiments.output import Cell, csv_text, json_text, out_folder, print_table, progress, write_atomic
 from rlhfless.accounting.metrics import Comparison, compare
 from rlhfless.commands import run
-from rlhfless.errors import InputError
+from rlhfless.errors import InfeasibleError, InputError
 from rlhfless.scheduler import migration, scaling
 from rlhfless.scheduler.policies import POLICIES
 from rlhfless.types.report import IDLE
@@ -32,6 +32,8 @@ BASELINE = "verl"
 EVERYWHERE = "verl-all"
 """verl on every GPU of the cluster, for those who would simply use what they have."""
 OURS = "rlhfless"
+FILES = ("scale.csv", "scale.json", "scale.png")
+"""Result files."""
 DEFAULT_POLICIES = ",".join([*POLICIES, "oracle:rlhfless"])
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -77,16 +79,28 @@ def sweep_sizes(nodes: int, tp: int) -> list[int]:
     return sorted({max(nodes >> shift, min(tp, nodes)) for shift in range(SIZES)})
 
 
-def measure(steps: Steps, setting: Setting, policies: Sequence[str], cap: int, tick: object) -> list[Result]:
-    """Every policy on one cluster; static policies with the number of actors that is best for verl."""
-    assert callable(tick)
+def measure(
+    steps: Steps, setting: Setting, policies: Sequence[str], cap: int, tick: Callable[[int], None]
+) -> tuple[list[Result], list[str]]:
+    """Every policy on one cluster, and what was left out and why.
+
+    Static policies have the number of actors that is best for verl, those of `OWN_BEST` that which is best for them.
+    """
     actors, baseline = best_static(BASELINE, steps, setting, tick)
     everywhere = simulate(BASELINE, steps, setting, tick=tick)
     runs = {EVERYWHERE: everywhere, BASELINE: baseline}
+    left_out = []
     for name in policies:
-        if name != BASELINE:
-            runs[name] = simulate(name, steps, setting, actors=actors, tick=tick)
-    return [
+        if name == BASELINE:
+            continue
+        try:
+            if name in OWN_BEST:
+                runs[name] = best_static(name, steps, setting, tick)[1]
+            else:
+                runs[name] = simulate(name, steps, setting, actors=actors, tick=tick)
+        except InfeasibleError as error:
+            left_out.append(f"{setting.cluster.gpus} GPUs, {name} left out: {error}")
+    results = [
         Result(
             gpus=setting.cluster.gpus,
             cap_tokens=cap,
@@ -96,6 +110,7 @@ def measure(steps: Steps, setting: Setting, policies: Sequence[str], cap: int, t
         )
         for label, each in runs.items()
     ]
+    return results, left_out
 
 
 def bounds_row(steps: Steps, setting: Setting, cap: int) -> dict[str, Cell]:
@@ -139,10 +154,12 @@ def scale(
     caps: Annotated[
         str, typer.Option("--caps", help="Caps on a response's tokens; lengths are stretched with the cap.")
     ] = DEFAULT_CAPS,
-    prompts: Annotated[int, typer.Option("--prompts", min=1, help="Prompts of a step.")] = DEFAULT_BATCH,
-    samples: Annotated[int, typer.Option("--responses-per-prompt", min=1, help="n.")] = 1,
+    prompts: Annotated[int, typer.Option("--prompts", min=1, max=10**7, help="Prompts of a step.")] = DEFAULT_BATCH,
+    samples: Annotated[int, typer.Option("--responses-per-prompt", min=1, max=1000, help="n.")] = 1,
     algorithm: Annotated[str, typer.Option("--algorithm", help="ppo or grpo.")] = "ppo",
-    epochs: Annotated[int, typer.Option("--epochs", min=1, help="Steps; each prompt comes once in each.")] = 3,
+    epochs: Annotated[
+        int, typer.Option("--epochs", min=1, max=1000, help="Steps; each prompt comes once in each.")
+    ] = 3,
     policies: Annotated[str, typer.Option("--policies", help="Policies to run, with commas.")] = DEFAULT_POLICIES,
     usd_per_gpu_hour: options.Price = None,
     weight: options.Weight = scaling.WEIGHT,
@@ -168,9 +185,10 @@ def scale(
     if algorithm not in ("ppo", "grpo"):
         raise InputError(f"--algorithm {algorithm!r}: known are ppo, grpo")
     cap_list = options.whole_numbers(caps, "--caps")
+    options.check_outputs(out, FILES, trace_out)
 
     def setting_of(gpus: int) -> Setting:
-        learner = None if learner_gpus is None else min(learner_gpus, gpus)
+        learner = learner_gpus if learner_gpus is None or gpus == nodes else min(learner_gpus, gpus)
         return options.setting(
             profile=profile, nodes=gpus, gpus_per_host=gpus_per_host, usd_per_gpu_hour=usd_per_gpu_hour, seed=seed,
             weight=weight, tau=tau, window=window, learner_gpus=learner, start=start, speed_noise=speed_noise,
@@ -185,32 +203,35 @@ def scale(
         )  # fmt: skip
         inputs[cap] = list(steps_of(trace))
         settings[-1].profile.require_fit(int(max(w.prompt_tokens.max() for w, _ in inputs[cap])), cap)
-    folder = out_folder(out)
 
     results: list[Result] = []
     rows: list[dict[str, Cell]] = []
     planning: list[float | None] = []
+    left_out: list[str] = []
+    own = len({BASELINE, *names} & {*OWN_BEST})
     runs = sum(
-        len(static_ladder(inputs[cap], each)) + 1 + len(set(names) - {BASELINE})
+        own * len(static_ladder(inputs[cap], each)) + 1 + len({*names, BASELINE}) - own
         for each in settings
         for cap in cap_list
     )
     with progress(runs * epochs, f"{len(settings)} cluster sizes up to {nodes} GPUs, {len(names)} policies") as tick:
         for each in settings:
             for cap in cap_list:
-                found = measure(inputs[cap], each, names, cap, tick)
+                found, missing = measure(inputs[cap], each, names, cap, tick)
+                left_out += missing
                 results += found
                 rows += [bounds_row(inputs[cap], each, cap), *(result.cells() for result in found)]
                 planning += [None, *(result.run.planning_s for result in found)]
+    folder = out_folder(out)
     _write(folder, rows, results, {
         "nodes": nodes, "gpus_per_host": gpus_per_host, "profile": profile, "preset": preset, "caps": cap_list,
         "prompts": prompts, "responses_per_prompt": samples, "algorithm": algorithm, "epochs": epochs,
         "policies": names, "usd_per_gpu_hour": settings[-1].usd_per_gpu_hour, "weight": weight, "tau": tau,
         "window": window, "learner_gpus": learner_gpus, "start": start, "speed_noise": speed_noise, "seed": seed,
     })  # fmt: skip
+    traced = next((each for each in reversed(results) if each.label == OURS), results[-1])
     if trace_out is not None:
-        last = next(result for result in reversed(results) if result.label in (OURS, names[-1]))
-        perfetto.write(trace_out, last.run.reports, settings[-1].cluster)
+        perfetto.write(trace_out, traced.run.reports, settings[-1].cluster)
     if as_json:
         print((folder / "scale.json").read_text(), end="")
         return
@@ -218,14 +239,16 @@ def scale(
     print_table(
         f"{largest.profile.data.model} on up to {nodes} GPUs ({largest.cluster.gpu.name}, {gpus_per_host} a host), "
         f"{largest.profile.data.tp} GPUs an actor; {algorithm}, {prompts} prompts x {samples}, {preset} lengths, "
-        f"mean of {epochs} steps, ${largest.usd_per_gpu_hour:g} a GPU-hour; simulated, baseline {BASELINE} at its best "
-        f"static number of actors",
+        f"mean of {epochs} steps, ${largest.usd_per_gpu_hour:g} a GPU-hour; simulated, functions start {start}, "
+        f"baseline {BASELINE} at its best static number of actors",
         [*(heading for heading, _, _ in COLUMNS), "plan ms"],
         [table_row(row, planned) for row, planned in zip(rows, planning, strict=True)],
     )
-    for note in dict.fromkeys(f"{r.gpus} GPUs: {note}" for r in results for note in r.run.notes):
+    for note in dict.fromkeys([*left_out, *(f"{r.gpus} GPUs: {note}" for r in results for note in r.run.notes)]):
         print(note)
-    print(f"written: {', '.join(str(folder / name) for name in ('scale.csv', 'scale.json', 'scale.png'))}")
+    print(f"written: {', '.join(str(folder / name) for name in FILES)}")
+    if trace_out is not None:
+        print(f"trace of {traced.label}, {traced.gpus} GPUs, cap {traced.cap_tokens}: {trace_out}")
 
 
 def _write(folder: Path, rows: list[dict[str, Cell]], results: list[Result], config: dict[str, object]) -> None:

@@ -12,7 +12,9 @@ the boundary of two iterations, in this order:
 4. One decode iteration: each running response gets one token. Those that reach their length end.
 
 With prefix caching, prompts that have run stay cached as long as nothing needs their space: the free cache favours
-engines that prefill for themselves. KV is counted in tokens; the rounding of vLLM's blocks (16 tokens) is left out.
+engines that prefill for themselves. KV that was delivered for a queued response, by the prefill actor or by a move,
+waits in host memory until the response is admitted; taking it from there is not timed. KV is counted in tokens; the
+rounding of vLLM's blocks (16 tokens) is left out.
 """
 
 from collections import deque
@@ -114,6 +116,11 @@ class Engine:
         return self._stretch_batch > 0
 
     @property
+    def queued_tokens(self) -> int:
+        """Context of what waits in the queue."""
+        return self._queued_tokens
+
+    @property
     def context_tokens(self) -> int:
         """Context of everything unfinished, in slots and in the queue."""
         return self._context_tokens + self._queued_tokens
@@ -183,14 +190,16 @@ class Engine:
             self.batch.generated[response] = self.batch.target[response] - (end - self._iteration)
 
     def drain(self) -> list[int]:
-        """Give up everything unfinished, running first, and forget all KV. Only between stretches."""
+        """Give up everything unfinished, running first, and forget all KV, delivered KV too. Only between stretches."""
         self.progress()
         left = [*self.running, *self.waiting]
         self.running.clear()
         self.waiting.clear()
         self._ends.clear()
         self._loaded.clear()
+        self._met.clear()
         self._pins.clear()
+        self.first_tokens = {}
         self._drop_cache()
         self.used_tokens = self._context_tokens = self._queued_tokens = 0
         return left

@@ -102,6 +102,7 @@ class _Step:
         self.before_s: dict[str, float] = {} if past_s is None else dict.fromkeys(("prefill", "decode"), -past_s)
         self.starter = Starter(plan=plan, profile=self.profile, warm=executor._warm, before_s=self.before_s)
         self.lives: list[Life] = []
+        self.restarts = 0
         self.slowness = self._slowness()
 
     def _slowness(self) -> list[float]:
@@ -115,8 +116,10 @@ class _Step:
 
     def run(self) -> StepReport:
         """All three phases."""
-        prefill_end_s = self._prefill()
-        actors = self._actors(prefill_end_s)
+        size_bytes, owners = self.profile.data.weight_bytes, self._owners()
+        gathered_s = self.links.gather(owners, size_bytes, 0.0)
+        prefill_end_s = self._prefill(owners, gathered_s)
+        actors = self._actors(self._weights(owners, gathered_s, prefill_end_s), prefill_end_s)
         generation = Generation(self.plan.migration, self.batch, actors, self.links, self._restart)
         failures = [(f.actor, f.time_s) for f in self.world.failures if f.step == self.plan.step]
         generated_s = generation.run(failures)
@@ -136,26 +139,37 @@ class _Step:
         ends = [life.at_s for life in self.lives if life.spans and not wanted.isdisjoint(life.gpus)]
         return max(ends, default=before_s)
 
-    def _prefill(self) -> float:
-        """The prefill actor on the learner's GPUs, wave by wave; when all KV is there (0 without one)."""
+    def _owners(self) -> list[int]:
+        """Hosts of the learner."""
+        return sorted({int(self.cluster.host_of[gpu]) for gpu in self.plan.placement.learner})
+
+    def _prefill(self, owners: list[int], gathered_s: float) -> float:
+        """The prefill actor on the learner's GPUs, wave by wave; when all KV is there (0 without one).
+
+        Each of its replicas first gets a copy of the weights over its host's fabric.
+        """
         prefill = self.plan.prefill
         if prefill is None:
             return 0.0
         learner = self.plan.placement.learner
+        weights_s = gathered_s
+        for host in owners:
+            gpus = sum(int(self.cluster.host_of[gpu]) == host for gpu in learner)
+            for _ in range(max(1, gpus // self.plan.tp)):
+                weights_s = max(weights_s, self.links.send(host, host, self.profile.data.weight_bytes, gathered_s))
         life, ready_s = self.starter.start("prefill", learner, 0, needed_s=0.0, free_s=0.0)
-        life.until(ready_s, "start-up")
+        life.until(weights_s, "wait-weights")
         replicas = max(1, len(learner) // self.plan.tp)
         wave_tokens = prefill.computed_tokens / (prefill.waves * replicas)
-        end_s = ready_s + prefill.waves * float(self.profile.prefill_s(wave_tokens))
+        end_s = max(ready_s, weights_s) + prefill.waves * float(self.profile.prefill_s(wave_tokens))
         life.until(end_s, "prefill")
         self.lives.append(life)
         return end_s
 
-    def _actors(self, prefill_end_s: float) -> list[Actor]:
+    def _actors(self, weights_s: list[float], prefill_end_s: float) -> list[Actor]:
         """Decode actors with the times at which process, weights and KV are there."""
         placement, host_of = self.plan.placement, self.cluster.host_of
         hosts = [int(host_of[gpus[0]]) for gpus in placement.decode]
-        weights_s = self._weights(hosts)
         kv_s = self._kv(hosts, prefill_end_s)
         learner = set(placement.learner)
         actors = []
@@ -182,21 +196,22 @@ class _Step:
             )
         return actors
 
-    def _weights(self, hosts: list[int]) -> list[float]:
+    def _weights(self, owners: list[int], gathered_s: float, prefill_end_s: float) -> list[float]:
         """Arrival of the weights at each actor: a chain over the hosts, then one copy after the other inside each.
 
-        A learner on several hosts first gathers its shards. Actor 0 uses the learner's copy where it shares the
-        learner's GPUs; the first actor of any other host takes the copy that comes over the network.
+        A learner on several hosts has gathered its shards first. Actors on the GPUs of a replica of the prefill actor
+        find its copy; without one, actor 0 uses the learner's where it shares the learner's GPUs. The first actor of
+        any other host takes the copy that comes over the network.
         """
-        size_bytes = self.profile.data.weight_bytes
-        owners = sorted({int(self.cluster.host_of[gpu]) for gpu in self.plan.placement.learner})
-        gathered_s = self.links.gather(owners, size_bytes, 0.0)
+        size_bytes, placement = self.profile.data.weight_bytes, self.plan.placement
+        hosts = [int(self.cluster.host_of[gpus[0]]) for gpus in placement.decode]
         arrivals = self.links.broadcast(owners, hosts, size_bytes, gathered_s)
-        shares = not set(self.plan.placement.decode[0]).isdisjoint(self.plan.placement.learner)
-        served = set(owners)
+        learner, served = set(placement.learner), set(owners)
         times = []
-        for index, host in enumerate(hosts):
-            if (index == 0 and shares) or host not in served:
+        for index, (host, gpus) in enumerate(zip(hosts, placement.decode, strict=True)):
+            if self.plan.prefill is not None and learner.issuperset(gpus):
+                times.append(prefill_end_s)
+            elif host not in served or (index == 0 and self.plan.prefill is None and not learner.isdisjoint(gpus)):
                 times.append(arrivals[host])
             else:
                 times.append(self.links.send(host, host, size_bytes, arrivals[host]))
@@ -211,7 +226,7 @@ class _Step:
         prefill = self.plan.prefill
         if prefill is None:
             return [0.0] * len(hosts)
-        owners = sorted({int(self.cluster.host_of[gpu]) for gpu in self.plan.placement.learner})
+        owners = self._owners()
         turns = cycle(owners)
         tokens = np.minimum(self.workload.prompt_tokens, prefill.prefix_tokens)
         shares = not set(self.plan.placement.decode[0]).isdisjoint(self.plan.placement.learner)
@@ -230,7 +245,9 @@ class _Step:
     def _restart(self, actor: Actor, now_s: float) -> float:
         """A new process on a dead actor's GPUs, then the weights again; when it can work."""
         ready_s = now_s + (0.0 if self.plan.hosting != "serverless" else self.profile.data.cold_start_s)
-        actor.life = Life(function="decode", index=len(self.plan.actors), gpus=actor.life.gpus, at_s=now_s)
+        self.restarts += 1
+        index = len(self.plan.actors) + self.restarts - 1
+        actor.life = Life(function="decode", index=index, gpus=actor.life.gpus, at_s=now_s)
         actor.life.until(ready_s, "start-up")
         source = int(self.cluster.host_of[self.plan.placement.learner[0]])
         weights_s = self.links.send(source, actor.host, self.profile.data.weight_bytes, ready_s)
@@ -302,6 +319,7 @@ class _Step:
                 prefill_tokens=0 if prefill is None else prefill.computed_tokens,
                 decode_prefill_tokens=sum(engine.prefilled_tokens for engine in engines),
                 recomputed_tokens=sum(engine.recomputed_tokens for engine in engines),
+                decoded_tokens=sum(engine.generated_tokens for engine in engines),
                 preemptions=sum(engine.preemptions for engine in engines),
                 cuts=generation.cuts,
                 moves=sum(generation.moves),

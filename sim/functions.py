@@ -7,6 +7,10 @@ from rlhfless.types.plan import Plan
 from rlhfless.types.profile import Profile
 from rlhfless.types.report import Activity, Invocation, Span
 
+GPU_SHARE = 0.7
+"""Part of a new process's start that needs its GPUs to itself: memory profiling and CUDA graph capture, 28 of the 40 s
+that shipped profiles take a start to be (chosen with it)."""
+
 
 @dataclass(slots=True, kw_only=True)
 class Life:
@@ -22,6 +26,19 @@ class Life:
     """End of what has been written; at first the moment at which the GPUs are held."""
     spans: list[Span] = field(default_factory=list)
     """Its past."""
+
+    @property
+    def start_s(self) -> float:
+        """When it begins to hold its GPUs."""
+        return self.spans[0].start_s if self.spans else self.at_s
+
+    def cut(self, time_s: float) -> None:
+        """It has ended at `time_s` after all, whatever was written beyond."""
+        kept = [span for span in self.spans if span.start_s < time_s]
+        self.at_s = min(self.at_s, max(time_s, self.start_s))
+        self.spans = [
+            Span(activity=span.activity, start_s=span.start_s, end_s=min(span.end_s, time_s)) for span in kept
+        ]
 
     def until(self, time_s: float, activity: Activity) -> None:
         """It has been doing `activity` up to `time_s`; nothing happens where that is not later than before."""
@@ -60,9 +77,10 @@ class Starter:
     ) -> tuple[Life, float]:
         """A life that begins to hold its GPUs, and the time from which it can work.
 
-        `needed_s`: when the phase before has ended. `free_s`: when its GPUs are free. A process starts on the host's
-        processors, so starting may overlap what still runs on its GPUs; it holds them, and is billed, once they are
-        free. Reserved processes are always there. What the run's very first phase needs was started before the clock.
+        `needed_s`: when the phase before has ended; what has not been asked for by then is asked for now. `free_s`:
+        when its GPUs are free. Waking a process may overlap what still runs on its GPUs, and so may the first part of
+        a new one's start (see `GPU_SHARE`); it holds them, and is billed, once they are free. Reserved processes are
+        always there. What the run's very first phase needs was started before the clock.
         """
         if self.plan.hosting != "serverless":
             begin_s = max(needed_s, free_s)
@@ -76,9 +94,9 @@ class Starter:
         for prewarm in self.plan.prewarm:
             if prewarm.function == function and function in self.before_s:
                 before_s = self.before_s[function]
-                asked_s = max(before_s, before_s + prewarm.ready_after_s - startup_s)
+                asked_s = min(max(before_s, before_s + prewarm.ready_after_s - startup_s), needed_s)
+        ready_s = max(asked_s + startup_s, free_s + (0.0 if kept else GPU_SHARE * startup_s))
         life = Life(function=function, index=index, gpus=gpus, at_s=max(asked_s, free_s))
-        life.until(asked_s + startup_s, "start-up")
-        ready_s = max(asked_s + startup_s, free_s)
+        life.until(ready_s, "start-up")
         life.until(needed_s, "early")
         return life, ready_s

@@ -3,11 +3,15 @@
 Actors are driven by callbacks on timeouts, one a stretch (see `sim.engine`). When something happens to an actor inside
 a stretch (a response arrives, the actor is cut), the stretch ends at the next boundary of two iterations. A rule sees
 each actor as of that actor's last boundary, as a controller of a live cluster would.
+
+Every unfinished response has one owner, the actor that is to finish it, and is at one place: in an engine, or on its
+way. A cut changes the owner at once; the response itself leaves its engine at that actor's next boundary, and whoever
+meets a response that is not its own sends it on to the owner.
 """
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
@@ -43,20 +47,20 @@ class Actor:
     """What it waits for before that, in order: (until, activity)."""
     state: State = "working"
     """working: takes and decodes responses. leaving: a rule has cut it, it goes at its next boundary. gone."""
+    begun: bool = False
+    """Whether `start_s` has come."""
     busy: bool = False
     """Inside a stretch."""
     decoded: bool = False
     """Whether it has begun to decode, after which prefills count as part of decoding."""
+    dead: bool = False
+    """Whether it has died, and the KV of what it sends on with it."""
     stretch_s: float = 0.0
     """Start of the running stretch."""
     iterations: int | None = None
     """Iterations after which the running stretch ends early; None for as planned."""
     event: int = 0
     """Number of the event that is awaited; others are out of date."""
-    incoming: set[int] = field(default_factory=set)
-    """Responses on their way to it."""
-    targets: dict[int, int] = field(default_factory=dict)
-    """Response -> new actor, once a rule has cut it."""
 
 
 class Generation:
@@ -83,13 +87,22 @@ class Generation:
         self.cuts = self.failures = 0
         self.moved_kv_bytes = 0.0
         self.lives: list[Life] = []
+        self.owner = [0] * responses
+        self.owned: list[set[int]] = [set(actor.engine.waiting) for actor in actors]
+        for actor in actors:
+            for response in actor.engine.waiting:
+                self.owner[response] = actor.index
+        self.coming: dict[
+            int, int
+        ] = {}  # response on its way to its owner -> context that the owner must have room for
         self.slots = ints([actor.engine.slots for actor in actors])
         self.assigned = ints([actor.engine.unfinished for actor in actors]).copy()
         self.finished = np.zeros(count, dtype=np.int64)
         self.running = np.zeros(count, dtype=np.int64)
         self.generated = np.zeros(count, dtype=np.int64)
         self.context = np.zeros(count, dtype=np.int64)
-        self.kv = np.zeros(count, dtype=np.int64)
+        self.room = np.full(count, actors[0].engine.profile.data.kv_capacity_tokens, dtype=np.int64)
+        self.promised = np.zeros(count, dtype=np.int64)
 
     def run(self, failures: Sequence[tuple[int, float]] = ()) -> float:
         """Carry the phase out; its end in seconds. `failures`: (actor, seconds)."""
@@ -99,6 +112,8 @@ class Generation:
             if index < len(self.actors):
                 self._after(time_s, partial(self._on_failure, self.actors[index]))
         self.env.run(until=self.done)
+        assert not any(self.owned), "a response without an end"
+        assert (self.assigned == self.finished).all(), "a response that is counted twice or not at all"
         return float(self.env.now)
 
     def _after(self, delay_s: float, act: Callable[[simpy.Event], None]) -> None:
@@ -112,10 +127,12 @@ class Generation:
 
     def _on_start(self, actor: Actor, number: int, _: simpy.Event) -> None:
         if actor.event == number:
+            actor.begun = True
             self._waited(actor)
             self._boundary(actor)
 
     def _waited(self, actor: Actor) -> None:
+        """Write down what the actor has waited for so far."""
         for until_s, activity in actor.waits:
             actor.life.until(min(until_s, self.env.now), activity)
 
@@ -130,7 +147,7 @@ class Generation:
         if duration_s is not None:
             actor.busy, actor.stretch_s, actor.iterations = True, self.env.now, None
             self._await(actor, duration_s)
-        elif not actor.incoming:
+        elif not self.owned[actor.index]:
             actor.state = "gone"
 
     def _await(self, actor: Actor, delay_s: float) -> None:
@@ -158,6 +175,13 @@ class Generation:
         for response in ended:
             self.end_s[response] = now_s
             self.actor_of[response] = actor.index
+            owner = self.owner[response]
+            if owner == actor.index:
+                self.owned[owner].discard(response)
+            else:  # it was to leave at this very boundary
+                self._disown(response)
+                self.assigned[actor.index] += 1
+                self._end_if_idle(self.actors[owner])
         self.left -= len(ended)
         self.finished[actor.index] += len(ended)
         self._observe(actor)
@@ -172,19 +196,21 @@ class Generation:
         self._await(actor, actor.stretch_s + at_s - self.env.now)
 
     def _observe(self, actor: Actor) -> None:
-        """Refresh what rules see of an actor."""
+        """Refresh what rules see of an actor; nothing is left to see of one that is cut."""
         engine, index = actor.engine, actor.index
+        self.generated[index] = engine.generated_tokens
+        if actor.state != "working":
+            self.running[index] = self.context[index] = self.room[index] = 0
+            return
         self.running[index] = len(engine.running)
         self.context[index] = engine.context_tokens
-        self.kv[index] = engine.used_tokens
-        self.generated[index] = engine.generated_tokens
+        self.room[index] = engine.headroom_tokens - engine.queued_tokens
 
     def _decide(self) -> None:
         assert self.rule is not None
         unfinished = self.assigned - self.finished
         if not self.rule.triggered(self.assigned, self.finished, unfinished):
             return
-        capacity = self.actors[0].engine.profile.data.kv_capacity_tokens
         view = GenerationView(
             assigned=ints(self.assigned),
             finished=ints(self.finished),
@@ -193,7 +219,7 @@ class Generation:
             open_slots=ints(np.where(unfinished > 0, np.maximum(self.slots - unfinished, 0), 0)),
             tokens_generated=ints(self.generated),
             context_tokens=ints(self.context),
-            kv_headroom_tokens=ints(capacity - self.kv),
+            kv_headroom_tokens=ints(np.maximum(self.room - self.promised, 0)),
             unfinished=self._unfinished,
             cuts_so_far=self.cuts,
         )
@@ -204,89 +230,96 @@ class Generation:
             self._cut(self.actors[source], migrations)
 
     def _unfinished(self, index: int) -> tuple[IntArray, IntArray]:
-        """Responses that an actor still has, those on their way to it included, and their contexts in tokens."""
-        actor, batch = self.actors[index], self.batch
-        actor.engine.progress()
-        left = [*actor.engine.running, *actor.engine.waiting, *sorted(actor.incoming)]
-        n = batch.responses_per_prompt
-        return ints(left), ints([batch.prompt_tokens[r // n] + batch.generated[r] for r in left])
+        """Responses that an actor owns, those on their way to it included, and their contexts in tokens."""
+        self.actors[index].engine.progress()
+        left = sorted(self.owned[index])
+        return ints(left), ints([self._context(response) for response in left])
+
+    def _context(self, response: int) -> int:
+        batch = self.batch
+        return batch.prompt_tokens[response // batch.responses_per_prompt] + batch.generated[response]
+
+    def _give(self, response: int, to: Actor) -> None:
+        """Another actor is to finish a response; it has yet to come there."""
+        self._disown(response)
+        self.owner[response] = to.index
+        self.owned[to.index].add(response)
+        self.assigned[to.index] += 1
+        self.coming[response] = self._context(response)
+        self.promised[to.index] += self.coming[response]
+
+    def _disown(self, response: int) -> None:
+        """A response is no longer its owner's: it gets another, or has ended elsewhere."""
+        self._come(response)
+        self.owned[self.owner[response]].discard(response)
+        self.assigned[self.owner[response]] -= 1
+
+    def _come(self, response: int) -> None:
+        """Nothing has to be kept free for a response any more, for it is there or will not come."""
+        self.promised[self.owner[response]] -= self.coming.pop(response, 0)
 
     def _cut(self, actor: Actor, migrations: Sequence[Migration]) -> None:
-        """A rule ends an actor: its numbers change now, its responses leave at its next boundary."""
-        actor.state = "leaving"
-        actor.targets = {migration.response: migration.target for migration in migrations}
+        """A rule ends an actor: the owners change now, the responses leave at its next boundary."""
         for migration in migrations:
-            self.assigned[migration.target] += 1
-            self.actors[migration.target].incoming.add(migration.response)
-        self._forget(actor)
+            self._give(migration.response, self.actors[migration.target])
+        assert not self.owned[actor.index], "a rule moves all or none of an actor's responses"
+        actor.state = "leaving"
+        self._observe(actor)
         self.cuts += 1
         if actor.busy:
             self._interrupt(actor)
-        elif not actor.engine.unfinished:  # it only waited for responses on their way; they are sent on as they come
+        elif not (actor.begun and actor.engine.unfinished):  # nothing is being decoded: no boundary to wait for
             self._leave(actor)
-
-    def _forget(self, actor: Actor) -> None:
-        """Nothing unfinished is left with an actor, as rules see it."""
-        self.assigned[actor.index] = self.finished[actor.index]
-        self.running[actor.index] = self.context[actor.index] = self.kv[actor.index] = 0
 
     def _leave(self, actor: Actor) -> None:
         """At its boundary, a cut actor sends its responses on and is released when they have gone."""
         actor.state = "gone"
-        left = set(actor.engine.drain())
+        actor.event += 1
+        self._waited(actor)
         now_s = sent_s = self.env.now
-        for response, target in actor.targets.items():
-            if response in left:
-                sent_s = max(sent_s, self._send(response, actor.host, self.actors[target]))
-            elif response not in actor.incoming:  # it ended at this very boundary
-                self._uncall(self.actors[target], response)
+        for response in actor.engine.drain():
+            sent_s = max(sent_s, self._send(response, actor))
         actor.life.until(now_s, "decode" if actor.decoded else "wait-kv")
         actor.life.until(sent_s, "send-kv")
 
-    def _uncall(self, target: Actor, response: int) -> None:
-        """A response that was on its way to `target` does not come."""
-        target.incoming.discard(response)
-        self.assigned[target.index] -= 1
-        started = self.env.now >= target.start_s
-        if target.state == "working" and started and not (target.busy or target.incoming or target.engine.unfinished):
-            target.life.until(self.env.now, "wait-kv")
-            target.state = "gone"
+    def _end_if_idle(self, actor: Actor) -> None:
+        """An actor that waits for nothing any more ends."""
+        if actor.state == "working" and actor.begun and not actor.busy and not self.owned[actor.index]:
+            actor.life.until(self.env.now, "wait-kv")
+            actor.state = "gone"
 
-    def _send(self, response: int, host: int, target: Actor) -> float:
-        """Move a response with its KV, or without it where computing it again is sooner; end of sending."""
-        now_s, batch = self.env.now, self.batch
-        context = batch.prompt_tokens[response // batch.responses_per_prompt] + batch.generated[response]
-        profile = target.engine.profile
+    def _send(self, response: int, source: Actor) -> float:
+        """A response goes to its owner, with its KV or, where computing it again is sooner, without; end of sending."""
+        now_s, target = self.env.now, self.actors[self.owner[response]]
+        context, profile = self._context(response), target.engine.profile
         size_bytes = context * profile.data.kv_bytes_per_token
         self.moves[response] += 1
-        started = batch.generated[response] > 0
-        arrival_s = self.links.quote(host, target.host, size_bytes, now_s)
-        if not started or arrival_s - now_s >= target.engine.prefill_timer(context):
+        arrival_s = self.links.quote(source.host, target.host, size_bytes, now_s)
+        useful = self.batch.generated[response] > 0 and not source.dead
+        if not useful or arrival_s - now_s >= target.engine.prefill_timer(context):
             self._after(0.0, partial(self._on_arrival, response, target, False))
             return now_s
-        self.links.send(host, target.host, size_bytes, now_s)
+        self.links.send(source.host, target.host, size_bytes, now_s)
         self.moved_kv_bytes += size_bytes
         self._after(arrival_s - now_s, partial(self._on_arrival, response, target, True))
         return arrival_s
 
-    def _on_arrival(self, response: int, target: Actor, loaded: bool, _: simpy.Event) -> None:
-        if response not in target.incoming:
-            return  # the target has died, and the response was given to another
-        target.incoming.discard(response)
-        if target.state != "working":  # cut while the response was on its way: on to where the rule wants it
-            self._send(response, target.host, self.actors[target.targets.pop(response)])
+    def _on_arrival(self, response: int, actor: Actor, loaded: bool, _: simpy.Event) -> None:
+        if self.owner[response] != actor.index:  # cut or dead while the response was on its way
+            self._send(response, actor)
             return
-        target.engine.submit([response], loaded=loaded)
-        if target.busy:
-            self._interrupt(target)
-        elif self.env.now >= target.start_s:
-            target.life.until(self.env.now, "wait-kv")
-            self._boundary(target)
+        self._come(response)
+        actor.engine.submit([response], loaded=loaded)
+        if actor.busy:
+            self._interrupt(actor)
+        elif actor.begun:
+            actor.life.until(self.env.now, "wait-kv")
+            self._boundary(actor)
 
     def _on_failure(self, actor: Actor, _: simpy.Event) -> None:
         """An actor dies: tokens up to its last boundary were reported, its KV is lost, others take over."""
         now_s = self.env.now
-        if actor.state == "gone" or actor.life.at_s > now_s:
+        if actor.state == "gone" or actor.life.start_s > now_s:
             return
         if actor.busy:
             iterations, at_s = actor.engine.iterations_by(now_s - actor.stretch_s)
@@ -297,33 +330,29 @@ class Generation:
                 return
         self.failures += 1
         actor.event += 1
-        for response, target in actor.targets.items():
-            self._uncall(self.actors[target], response)
-        orphans = [*actor.engine.drain(), *sorted(actor.incoming)]
-        actor.incoming.clear()
-        actor.targets = {}
+        actor.life.cut(now_s)
         self._waited(actor)
         actor.life.until(now_s, "decode" if actor.decoded else "wait-kv")
-        self._forget(actor)
-        actor.state = "gone"
+        actor.state, actor.dead = "gone", True
+        here = actor.engine.drain()
         heirs = [other for other in self.actors if other.state == "working"]
         if not heirs:
-            self._revive(actor, orphans)
+            self._revive(actor, here)
             return
-        for response in orphans:
+        for response in sorted(self.owned[actor.index]):
             heir = min(heirs, key=lambda other: int(self.assigned[other.index] - self.finished[other.index]))
-            self.assigned[heir.index] += 1
-            self.moves[response] += 1
-            heir.incoming.add(response)
-            self._after(0.0, partial(self._on_arrival, response, heir, False))
+            self._give(response, heir)
+        self._observe(actor)
+        for response in here:
+            self._send(response, actor)
 
-    def _revive(self, actor: Actor, orphans: list[int]) -> None:
+    def _revive(self, actor: Actor, here: list[int]) -> None:
         """The last actor has died: a new process takes its place."""
         self.lives.append(actor.life)
         actor.start_s, actor.waits = self.restart(actor, self.env.now), ()
-        actor.state, actor.decoded = "working", False
-        self.assigned[actor.index] += len(orphans)
-        actor.engine.submit(orphans)
+        actor.state, actor.dead, actor.begun, actor.decoded = "working", False, False, False
+        actor.engine.submit(here)
+        self._observe(actor)
         self._begin(actor)
 
     def _finish(self) -> None:

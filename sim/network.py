@@ -1,17 +1,14 @@
 """The cluster's links, with contention.
 
-A link serves one transfer after the other at its full bandwidth, in the order of asking, so the planner's sums and the
-simulated times follow the same rule. A transfer inside a host occupies that host's fabric (NVLink or PCIe); one between
-hosts occupies the sender's network, all its cards together.
+A link serves one transfer after the other at its full bandwidth, in the order of asking; so does the planner believe,
+except that it does not queue KV behind weights. A transfer inside a host occupies that host's fabric (NVLink or PCIe);
+one between hosts occupies the sender's network, all its cards together.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from rlhfless.types.cluster import Cluster, Link
-
-CHUNK_BYTES = float(64 << 20)
-"""Piece that a host forwards while the next one arrives in a pipelined broadcast (chosen; the latency of a hop)."""
+from rlhfless.types.cluster import BROADCAST_CHUNK_BYTES, Cluster, Link
 
 
 @dataclass(slots=True, kw_only=True)
@@ -64,6 +61,6 @@ class Links:
                 continue
             arrivals[host] = self.send(source, host, size_bytes, begun_s)
             link = self.cluster.hosts[source].network
-            chunk_s = min(size_bytes, CHUNK_BYTES) / (link.bytes_per_s * self.efficiency) + link.latency_s
+            chunk_s = min(size_bytes, BROADCAST_CHUNK_BYTES) / (link.bytes_per_s * self.efficiency) + link.latency_s
             source, begun_s = host, arrivals[host] - size_bytes / (link.bytes_per_s * self.efficiency) + chunk_s
         return arrivals

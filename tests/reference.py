@@ -31,6 +31,8 @@ class Response:
     end_s: float = -1.0
     moves: int = 0
     at: int = -1
+    owner: int = -1  # worker that is to finish it
+    promised: int = 0  # context that its owner keeps room for while it has not come
 
     @property
     def context(self) -> int:
@@ -49,15 +51,17 @@ class Worker:
     slots_used: list[Response] = field(default_factory=list)
     cached: dict[int, int] = field(default_factory=dict)
     met: set[int] = field(default_factory=set)
-    incoming: list[Response] = field(default_factory=list)
     state: str = "working"
+    begun: bool = False
+    dead: bool = False
     stepping: bool = False
-    targets: dict[int, int] = field(default_factory=dict)
+    pending: int = 0  # number of the iteration or prefill that is under way; others were called off
     assigned: int = 0
     finished: int = 0
     seen_running: int = 0
     seen_kv: int = 0
     seen_context: int = 0
+    seen_room: int = -1
     seen_generated: int = 0
     generated: int = 0
     woken: bool = False  # something arrived since the last boundary
@@ -80,21 +84,35 @@ class TokenByToken:
         self.heap: list[tuple[float, int, Callable[[], None]]] = []
         self.ticket = count()
         self.now = 0.0
-        self.cuts = self.preemptions = self.prefilled = self.recomputed = 0
+        self.cuts = self.failures = self.preemptions = self.prefilled = self.recomputed = 0
         self.moved_bytes = 0.0
         self.left = sum(len(w.queue) for w in workers)
 
     def at(self, time_s: float, act: Callable[[], None]) -> None:
         heapq.heappush(self.heap, (time_s, next(self.ticket), act))
 
-    def run(self) -> float:
+    def run(self, failures: list[tuple[int, float]] | None = None) -> float:
+        self.responses = [r for w in self.workers for r in w.queue]
         for worker in self.workers:
             worker.assigned = len(worker.queue)
-            self.at(worker.start_s, lambda w=worker: self.boundary(w))
+            worker.seen_room = self.profile.data.kv_capacity_tokens
+            for r in worker.queue:
+                r.owner = worker.index
+            self.at(worker.start_s, lambda w=worker: self.start(w))
+        for index, time_s in failures or []:
+            self.at(time_s, lambda w=self.workers[index]: self.fail(w))
         while self.left:
             self.now, _, act = heapq.heappop(self.heap)
             act()
         return self.now
+
+    def owned(self, w: Worker) -> list[Response]:
+        return [r for r in self.responses if r.owner == w.index and r.generated < r.target]
+
+    def start(self, w: Worker) -> None:
+        if not w.dead and self.now >= w.start_s:
+            w.begun = True
+            self.boundary(w)
 
     # -- one actor ---------------------------------------------------------------------------------------------------
     def trim(self, w: Worker) -> None:
@@ -132,8 +150,11 @@ class TokenByToken:
     def observe(self, w: Worker) -> None:
         w.seen_running, w.seen_kv, w.seen_generated = len(w.slots_used), w.kv(), w.generated
         w.seen_context = sum(r.context for r in [*w.slots_used, *w.queue])
+        w.seen_room = self.profile.data.kv_capacity_tokens - w.kv() - sum(r.context for r in w.queue)
         for r in w.slots_used:
             r.seen = r.generated
+        if w.state != "working":
+            w.seen_running = w.seen_context = w.seen_room = 0
 
     def boundary(self, w: Worker) -> None:
         if w.state == "leaving":
@@ -145,13 +166,12 @@ class TokenByToken:
         w.woken = False
         if tokens:
             self.observe(w)
-            w.stepping = True
-            self.at(self.now + float(self.profile.prefill_s(tokens)) * w.slowdown, lambda: self.prefilled_now(w))
+            self.step(w, float(self.profile.prefill_s(tokens)), self.prefilled_now)
             return
         if not w.slots_used:
             self.observe(w)
             w.stepping = False
-            if not w.incoming:
+            if not self.owned(w):
                 w.state, w.end_s = "gone", self.now
             return
         while w.kv() + len(w.slots_used) > self.profile.data.kv_capacity_tokens:
@@ -164,9 +184,12 @@ class TokenByToken:
         if event:
             self.observe(w)
         mean = sum(r.context for r in w.slots_used) / len(w.slots_used)
+        self.step(w, float(self.profile.decode_iteration_s(len(w.slots_used), mean)), self.iterated)
+
+    def step(self, w: Worker, seconds: float, then: Callable[[Worker], None]) -> None:
         w.stepping = True
-        step_s = float(self.profile.decode_iteration_s(len(w.slots_used), mean)) * w.slowdown
-        self.at(self.now + step_s, lambda: self.iterated(w))
+        w.pending = number = next(self.ticket)
+        self.at(self.now + seconds * w.slowdown, lambda: then(w) if w.pending == number else None)
 
     def prefilled_now(self, w: Worker) -> None:
         w.stepping = False
@@ -185,6 +208,13 @@ class TokenByToken:
             if w.caching and not any(w.key(o) == w.key(r) for o in w.slots_used):
                 w.cached[w.key(r)] = r.prompt_tokens
             r.end_s, r.at = self.now, w.index
+            if r.owner != w.index:
+                other = self.workers[r.owner]
+                other.assigned -= 1
+                r.promised = 0
+                w.assigned += 1
+                r.owner = w.index
+                self.end_if_idle(other)
         if ended:
             self.left -= len(ended)
             w.finished += len(ended)
@@ -197,6 +227,10 @@ class TokenByToken:
             return
         self.boundary(w)
 
+    def end_if_idle(self, w: Worker) -> None:
+        if w.state == "working" and w.begun and not w.stepping and not self.owned(w):
+            w.state, w.end_s = "gone", self.now
+
     # -- between actors ----------------------------------------------------------------------------------------------
     def decide(self) -> None:
         ws = self.workers
@@ -205,13 +239,12 @@ class TokenByToken:
         if not self.rule.triggered(assigned, finished, unfinished):
             return
         running = ints([w.seen_running for w in ws])
-        capacity = self.profile.data.kv_capacity_tokens
 
         def left_of(index: int):  # type: ignore[no-untyped-def]
-            w = ws[index]
-            own = [*w.slots_used, *w.queue, *sorted(w.incoming, key=lambda r: r.number)]
+            own = self.owned(ws[index])
             return ints([r.number for r in own]), ints([r.prompt_tokens + r.seen for r in own])
 
+        promised = [sum(r.promised for r in self.responses if r.owner == w.index) for w in ws]
         view = GenerationView(
             assigned=assigned,
             finished=finished,
@@ -220,58 +253,84 @@ class TokenByToken:
             open_slots=ints([max(w.slots - int(u), 0) if u else 0 for w, u in zip(ws, unfinished, strict=True)]),
             tokens_generated=ints([w.seen_generated for w in ws]),
             context_tokens=ints([w.seen_context for w in ws]),
-            kv_headroom_tokens=ints([capacity - w.seen_kv for w in ws]),
+            kv_headroom_tokens=ints([max(w.seen_room - p, 0) for w, p in zip(ws, promised, strict=True)]),
             cuts_so_far=self.cuts,
             unfinished=left_of,
         )
         moves = self.rule.decide(view)
+        number = {r.number: r for r in self.responses}
         for source in dict.fromkeys(m.source for m in moves):
             w = ws[source]
-            own = {r.number: r for r in [*w.slots_used, *w.queue, *w.incoming]}
+            for move in moves:
+                if move.source == source:
+                    self.give(number[move.response], ws[move.target])
             w.state = "leaving"
-            w.targets = {m.response: m.target for m in moves if m.source == source}
-            for number, target in w.targets.items():
-                ws[target].assigned += 1
-                ws[target].incoming.append(own[number])
-            w.assigned, w.seen_running, w.seen_kv, w.seen_context = w.finished, 0, 0, 0
+            self.observe(w)
             self.cuts += 1
-            if not w.stepping and not w.slots_used and not w.queue:
+            if not w.stepping and not (w.begun and (w.slots_used or w.queue)):
                 self.leave(w)
+
+    def give(self, r: Response, to: Worker) -> None:
+        self.workers[r.owner].assigned -= 1
+        to.assigned += 1
+        r.owner, r.promised = to.index, r.prompt_tokens + r.seen
 
     def leave(self, w: Worker) -> None:
         w.state, w.end_s = "gone", self.now
-        here = {r.number: r for r in [*w.slots_used, *w.queue]}
-        away = {r.number for r in w.incoming}
+        here = [*w.slots_used, *w.queue]
         w.slots_used, w.queue = [], []
-        for number, target in w.targets.items():
-            if number in here:
-                self.send(here[number], w.host, self.workers[target])
-            elif number not in away:
-                other = self.workers[target]
-                other.incoming = [r for r in other.incoming if r.number != number]
-                other.assigned -= 1
-                idle = not (other.stepping or other.incoming or other.slots_used or other.queue)
-                if other.state == "working" and self.now >= other.start_s and idle:
-                    other.state, other.end_s = "gone", self.now
+        for r in here:
+            r.seen = r.generated
+        for r in here:
+            self.send(r, w)
 
-    def send(self, r: Response, host: int, target: Worker) -> None:
+    def send(self, r: Response, source: Worker) -> None:
+        target = self.workers[r.owner]
         r.moves += 1
-        r.seen = r.generated
         size = r.context * self.profile.data.kv_bytes_per_token
-        arrival = self.links.quote(host, target.host, size, self.now)
-        loaded = r.generated > 0 and arrival - self.now < float(self.profile.prefill_s(r.context))
+        arrival = self.links.quote(source.host, target.host, size, self.now)
+        useful = r.generated > 0 and not source.dead
+        loaded = useful and arrival - self.now < float(self.profile.prefill_s(r.context))
         if loaded:
-            self.links.send(host, target.host, size, self.now)
+            self.links.send(source.host, target.host, size, self.now)
             self.moved_bytes += size
         self.at(arrival if loaded else self.now, lambda: self.arrive(r, target, loaded))
 
     def arrive(self, r: Response, w: Worker, loaded: bool) -> None:
-        w.incoming.remove(r)
-        if w.state != "working":
-            self.send(r, w.host, self.workers[w.targets.pop(r.number)])
+        if r.owner != w.index:
+            self.send(r, w)
             return
+        r.promised = 0
         r.loaded = loaded
         w.queue.append(r)
         w.woken = True
-        if not w.stepping and self.now >= w.start_s:
+        if not w.stepping and w.begun:
             self.boundary(w)
+
+    def fail(self, w: Worker) -> None:
+        """The worker dies; the tokens of its last whole iteration were reported."""
+        if w.state == "gone":
+            return
+        w.pending, w.stepping = -1, False
+        w.state, w.dead, w.end_s = "gone", True, self.now
+        self.failures += 1
+        here = [*w.slots_used, *w.queue]
+        w.slots_used, w.queue = [], []
+        w.cached.clear()
+        w.met.clear()
+        for r in here:
+            r.seen = r.generated
+        heirs = [other for other in self.workers if other.state == "working"]
+        for r in self.responses:
+            if r.home == w.index:
+                r.home = -1  # its delivered KV is lost
+        if not heirs:  # a new process at once
+            w.state, w.dead, w.begun, w.queue, w.start_s = "working", False, False, here, self.now
+            self.observe(w)
+            self.at(self.now, lambda: self.start(w))
+            return
+        for r in sorted(self.owned(w), key=lambda r: r.number):
+            self.give(r, min(heirs, key=lambda other: other.assigned - other.finished))
+        self.observe(w)
+        for r in here:
+            self.send(r, w)

@@ -26,6 +26,7 @@ NO_COUNTS = Counters(
     prefill_tokens=0,
     decode_prefill_tokens=0,
     recomputed_tokens=0,
+    decoded_tokens=0,
     preemptions=0,
     cuts=0,
     moves=0,

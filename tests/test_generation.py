@@ -28,6 +28,7 @@ def both(
     caching: bool,
     spec: MigrationSpec | None,
     kv_bytes: float = 1e5,
+    deaths: int = 0,
 ) -> tuple[Generation, TokenByToken, list[Response], list[Worker]]:
     """Run one random step in both simulators."""
     rng = np.random.default_rng(seed)
@@ -87,9 +88,10 @@ def both(
             worker.queue.append(responses[r])
         workers.append(worker)
     generation = Generation(spec, batch, simulated, Links(cluster=cluster), lambda actor, now: now)
-    generation.run()
+    killed = [(int(k), float(rng.uniform(0.3, 3.0))) for k in rng.permutation(actors)[: min(deaths, actors - 1)]]
+    generation.run(killed)
     slow = TokenByToken(profile, spec, workers, Links(cluster=cluster))
-    slow.run()
+    slow.run(killed)
     return generation, slow, [responses[r] for r in sorted(responses)], workers
 
 
@@ -111,9 +113,11 @@ def assert_equal(generation: Generation, slow: TokenByToken, responses: list[Res
     assert sum(e.prefilled_tokens for e in engines) == slow.prefilled
     assert sum(e.recomputed_tokens for e in engines) == slow.recomputed
     assert generation.cuts == slow.cuts
+    assert generation.failures == slow.failures
+    assert sum(e.generated_tokens for e in engines) == sum(r.target for r in responses)
     assert generation.moved_kv_bytes == pytest.approx(slow.moved_bytes)
     for actor, worker in zip(generation.actors, workers, strict=True):
-        if worker.state == "gone" and not worker.targets:
+        if worker.state == "gone" and generation.moved_kv_bytes == 0:
             assert actor.life.at_s == pytest.approx(worker.end_s, rel=RELATIVE)
 
 
@@ -128,8 +132,9 @@ def assert_equal(generation: Generation, slow: TokenByToken, responses: list[Res
     caching=st.booleans(),
     spec=SPECS,
     kv_bytes=st.sampled_from([1e5, 2e6]),
+    deaths=st.integers(0, 3),
 )
-def test_event_jump_equals_token_by_token(seed, actors, per_actor, n, capacity, slots, caching, spec, kv_bytes):
+def test_event_jump_equals_token_by_token(seed, actors, per_actor, n, capacity, slots, caching, spec, kv_bytes, deaths):
     run = both(
         seed,
         actors=actors,
@@ -140,6 +145,7 @@ def test_event_jump_equals_token_by_token(seed, actors, per_actor, n, capacity, 
         caching=caching,
         spec=spec,
         kv_bytes=kv_bytes,
+        deaths=deaths,
     )
     assert_equal(*run)
 
@@ -160,3 +166,19 @@ def test_the_cases_reach_queueing_preemption_and_migration():
     assert moves > 20
     assert transferred > 2
     assert queued > 50
+
+
+@pytest.mark.slow
+def test_deaths_among_cuts_and_moves() -> None:
+    """Many actors, several of which die while others are cut and responses are on their way."""
+    spec = MigrationSpec(kind="cut-and-migrate", value=0.3)
+    cuts = failures = 0
+    for seed in range(12):
+        run = both(
+            seed, actors=12, prompts=72, n=2, capacity=900, slots=16, caching=True, spec=spec, kv_bytes=2e6, deaths=6
+        )
+        assert_equal(*run)
+        cuts += run[0].cuts
+        failures += run[0].failures
+    assert cuts > 60
+    assert failures > 20

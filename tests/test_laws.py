@@ -91,7 +91,9 @@ class Case:
             seed=self.seed,
             start=self.start,
             hosting=self.hosting,
-            learner_gpus=min(self.gpus, 2 * self.tp) if self.hosting != "split" else self.tp,
+            learner_gpus=self.tp
+            if "split" in (self.hosting, POLICIES[self.policy].hosting)
+            else min(self.gpus, 2 * self.tp),
             estimator=HistoryEstimator(LengthHistory()),
         )
         world = World(
@@ -111,9 +113,10 @@ def cases(draw: st.DrawFn) -> Case:
     tp = draw(st.sampled_from([1, 2]))
     per_host = draw(st.integers(tp, 8))
     hosting = draw(st.sampled_from([None, "serverless", "colocated", "split"]))
-    least = tp if hosting != "split" else per_host + tp
+    policy = draw(st.sampled_from(sorted(POLICIES)))
+    least = per_host + tp if "split" in (hosting, POLICIES[policy].hosting) else tp
     return Case(
-        policy=draw(st.sampled_from(sorted(POLICIES))),
+        policy=policy,
         seed=draw(st.integers(0, 10_000)),
         gpus=draw(st.integers(least, 24)),
         per_host=per_host,
@@ -133,6 +136,7 @@ def check_delivery(record: StepRecord, outcome: Outcome) -> None:
     """Law 1: every response is generated exactly once."""
     report = record.report
     assert report.tokens.tolist() == outcome.response_tokens.ravel().tolist()
+    assert report.counters.decoded_tokens == outcome.response_tokens.sum(), "law 2: no token twice, none lost"
     assert (report.first_s >= 0).all()
     assert (report.end_s > report.first_s).all()
     assert report.end_s.max() == pytest.approx(report.phases[0].end_s)

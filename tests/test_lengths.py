@@ -39,7 +39,8 @@ def workload(**changes):
 
 def report(epoch, ids, tokens):
     none = Counters(
-        prefill_tokens=0, decode_prefill_tokens=0, recomputed_tokens=0, preemptions=0, cuts=0, moves=0, failures=0,
+        prefill_tokens=0, decode_prefill_tokens=0, recomputed_tokens=0,
+            decoded_tokens=0, preemptions=0, cuts=0, moves=0, failures=0,
         moved_kv_bytes=0.0,
     )  # fmt: skip
     count = len(tokens)

@@ -60,6 +60,7 @@ def report(*, step: int, decode_s: float, policy: str = "ours", actors: int = 2)
             prefill_tokens=100,
             decode_prefill_tokens=50,
             recomputed_tokens=7,
+            decoded_tokens=10,
             preemptions=2,
             cuts=1,
             moves=3,

@@ -59,6 +59,7 @@ def report(*invocations: Invocation, start_s: float = 0.0) -> StepReport:
             prefill_tokens=0,
             decode_prefill_tokens=0,
             recomputed_tokens=0,
+            decoded_tokens=0,
             preemptions=0,
             cuts=0,
             moves=0,

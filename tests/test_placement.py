@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from rlhfless.errors import InfeasibleError
 from rlhfless.scheduler.placement import (
-    CHUNK_BYTES,
     Positions,
     hiding_slack_s,
     kv_s,
@@ -17,7 +16,7 @@ from rlhfless.scheduler.placement import (
     routes,
 )
 from rlhfless.types.arrays import ints
-from rlhfless.types.cluster import Cluster, Host, Link
+from rlhfless.types.cluster import BROADCAST_CHUNK_BYTES, Cluster, Host, Link
 from rlhfless.units import GIB
 from tests.profiles import tiny_profile
 
@@ -103,7 +102,7 @@ def test_weights_reach_positions_one_after_the_other() -> None:
     arrival = routes(cluster, at, ints(range(4)), size).weights_s
     one = local.transfer_s(size)
     np.testing.assert_allclose(arrival[:4], [0, one, 2 * one, 3 * one])
-    hop = CHUNK_BYTES / network.bytes_per_s + network.latency_s
+    hop = BROADCAST_CHUNK_BYTES / network.bytes_per_s + network.latency_s
     first = size / network.bytes_per_s + hop
     np.testing.assert_allclose(arrival[4:8], first + one * np.arange(4))
     np.testing.assert_allclose(arrival[8:], first + hop + one * np.arange(4))

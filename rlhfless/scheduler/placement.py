@@ -10,7 +10,7 @@ import numpy as np
 
 from rlhfless.errors import InfeasibleError
 from rlhfless.types.arrays import FloatArray, IntArray
-from rlhfless.types.cluster import Cluster, Link
+from rlhfless.types.cluster import BROADCAST_CHUNK_BYTES, Cluster, Link
 from rlhfless.types.plan import Hosting, Placement
 from rlhfless.types.profile import ProfileData
 from rlhfless.types.workload import Algorithm
@@ -27,9 +27,6 @@ PREPARATION: dict[Algorithm, tuple[str, ...]] = {
 """Functions that score the responses before learning."""
 USABLE_MEMORY = 0.9
 """Share of GPU memory for training state (chosen: vLLM's default share; activations are recomputed)."""
-CHUNK_BYTES = float(64 << 20)
-"""Piece in which a host passes weights on while it receives (chosen: large enough to fill a link, small beside
-weights)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +49,8 @@ class Routes:
     """float[positions]: arrival of the weights after the learner has finished."""
     shared: bool
     """Whether position 0 is on the learner's GPUs, so that its actor needs no transfer."""
+    prefill_s: float
+    """When every replica of the prefill actor, on the learner's GPUs, has its copy of the weights."""
     kv_link: IntArray
     """int[positions]: number of the link by which KV comes: the host's own fabric beside the learner, else the network
     of one of the learner's hosts, which take turns."""
@@ -125,7 +124,7 @@ def routes(cluster: Cluster, at: Positions, learner: IntArray, weight_bytes: flo
     latency_s = np.array([host.network.latency_s for host in hosts])
     away = ~near[first]
     gathered_s = gather_s(cluster, owners, weight_bytes)
-    hops_s = np.cumsum(np.where(away, CHUNK_BYTES * per_byte + latency_s, 0.0))
+    hops_s = np.cumsum(np.where(away, BROADCAST_CHUNK_BYTES * per_byte + latency_s, 0.0))
     slowest = np.maximum.accumulate(np.where(away, per_byte, 0.0))
     arrival_s = gathered_s + np.where(away, weight_bytes * slowest + hops_s, 0.0)
     # Where a copy is on the host without a transfer, the first actor too is served by the local link.
@@ -138,10 +137,18 @@ def routes(cluster: Cluster, at: Positions, learner: IntArray, weight_bytes: flo
     return Routes(
         weights_s=np.repeat(arrival_s, sizes) + rank * np.repeat(copy_s, sizes),
         shared=shared,
+        prefill_s=gathered_s + max(_copies_s(cluster, learner, at.gpus.shape[1], weight_bytes)),
         kv_link=2 * np.searchsorted(owners, sender) + near,
         kv_latency_s=np.where(near, local[0], network[0]),
         kv_byte_s=np.where(near, local[1], network[1]),
     )
+
+
+def _copies_s(cluster: Cluster, learner: IntArray, tp: int, weight_bytes: float) -> list[float]:
+    """Seconds in which each host of the learner copies the weights to its replicas of the prefill actor, one by one."""
+    hosts, gpus = np.unique(cluster.host_of[learner], return_counts=True)
+    copies = np.maximum(gpus // tp, 1).tolist()
+    return [count * cluster.hosts[h].local.transfer_s(weight_bytes) for h, count in zip(hosts, copies, strict=True)]
 
 
 def _link_columns(links: list[Link]) -> tuple[FloatArray, FloatArray]:

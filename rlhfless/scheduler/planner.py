@@ -56,6 +56,8 @@ class _Beliefs:
     routes: placement.Routes
     ready_s: FloatArray
     """float[positions]: when weights and process are there (L_model, and what a new process adds to it)."""
+    start_sum: FloatArray
+    """float[positions + 1]: running sum of the seconds for which a start holds each actor's GPUs; part of the cost."""
 
     def own_prefill(self, starts: IntArray, ends: IntArray) -> FloatArray:
         """float[groups]: prompt tokens that an actor computes; an upper bound, as longer common prefixes than the
@@ -79,7 +81,7 @@ class _Beliefs:
         position = np.arange(order.size) - np.repeat(first, candidates)
         sent_s = self.kv_s(starts, ends, position)
         slack_s = placement.hiding_slack_s(self.prefill_s, self.ready_s, sent_s, seconds, position)
-        cost = np.add.reduceat(seconds, first) * self.model.profile.data.tp
+        cost = (np.add.reduceat(seconds, first) + self.start_sum[candidates]) * self.model.profile.data.tp
         return seconds[first], cost, slack_s
 
 
@@ -170,7 +172,8 @@ class Planner:
         own_prefill = self._own_prefill(workload, prefixes, prefill, shares)
         tokens = [int(column.sum()) for column in own_prefill]
         decode_s = group_times(self._model, beliefs.work, starts, ends, tokens)
-        order = np.argsort(-decode_s, kind="stable")
+        # only policies that assign by expected length place by it too: the baselines know nothing of it
+        order = np.argsort(-decode_s, kind="stable") if rule.assignment == "sorted-even" else np.arange(count)
         estimate = _estimate(beliefs, decode_s[order], starts[order], ends[order])
         notes = site.notes
         if table is not None and not table.eligible.any():
@@ -224,7 +227,8 @@ class Planner:
         if self._learner_gpus is not None:
             size, holds = self._learner_gpus, True
         else:
-            size, holds = placement.learner_gpus(data, self.cluster, algorithm, free.size)
+            room = max(free.size // 2, 1) if hosting == "split" else free.size  # actors get as much as a split learner
+            size, holds = placement.learner_gpus(data, self.cluster, algorithm, room)
         if free.size < max(size, 1):
             raise InfeasibleError(f"the learner needs {max(size, 1)} GPUs, {free.size} of {self.cluster.gpus} are free")
         if not holds:
@@ -246,7 +250,8 @@ class Planner:
         replicas = max(site.learner.size // self.profile.data.tp, 1)
         capacity = max(replicas * self.profile.data.kv_capacity_tokens // int(workload.prompt_tokens.max()), 1)
         prefill = prefixes.prefill(capacity)
-        return prefill, float(self.profile.prefill_s(prefill.computed_tokens / replicas))
+        compute_s = float(self.profile.prefill_s(prefill.computed_tokens / replicas))
+        return prefill, site.routes.prefill_s + compute_s
 
     def _own_prefill(
         self,
@@ -278,6 +283,7 @@ class Planner:
         sent = np.minimum(tokens, prefill.prefix_tokens) if prefill is not None else np.zeros_like(tokens)
         once = self.policy.prefix_caching
         own = (tokens - sent) if once else (tokens - sent) * np.diff(work.copies_sum)
+        start_s, late_s = self._start_s(site)
         return _Beliefs(
             model=self._model,
             work=work,
@@ -286,20 +292,25 @@ class Planner:
             kv_bytes_sum=running_sum(sent * self.profile.data.kv_bytes_per_token),
             prefill_s=prefill_s,
             routes=site.routes,
-            ready_s=np.maximum(site.routes.weights_s, self._start_s(site)),
+            ready_s=np.maximum(site.routes.weights_s, late_s),
+            start_sum=running_sum(start_s),
         )
 
-    def _start_s(self, site: _Site) -> FloatArray:
-        """float[positions]: start-up after the step's start, beyond what every actor of the step has to wait for.
+    def _start_s(self, site: _Site) -> tuple[FloatArray, FloatArray]:
+        """float[positions] each: seconds that starting a process takes; how much later than the others it is ready.
 
         Processes start during learning, whose shortest past is all that can be counted on; only one that must start
-        anew while others are woken comes later than they do.
+        anew while others are woken comes later than they do. The run's first step finds all of them asleep.
         """
-        kept = self._kept[site.positions.gpus[:, 0]]
-        if self.policy.start != "warm" or self.policy.hosting != "serverless" or not kept.any():
-            return np.zeros(kept.size)
-        data, ahead_s = self.profile.data, self._shortest_s.get("learning", np.inf) + PREWARM_BUFFER_S
-        return np.where(kept, 0.0, max(data.cold_start_s - max(ahead_s, data.warm_start_s), 0.0))
+        data, kept = self.profile.data, self._kept[site.positions.gpus[:, 0]]
+        if self.policy.hosting != "serverless":
+            return np.zeros(kept.size), np.zeros(kept.size)
+        if self.policy.start != "warm" or not kept.any():
+            each_s = data.warm_start_s if self.policy.start == "warm" else data.cold_start_s
+            return np.full(kept.size, each_s), np.zeros(kept.size)
+        ahead_s = self._shortest_s.get("learning", np.inf) + PREWARM_BUFFER_S
+        late_s = max(data.cold_start_s - max(ahead_s, data.warm_start_s), 0.0)
+        return np.where(kept, data.warm_start_s, data.cold_start_s), np.where(kept, 0.0, late_s)
 
     def _static(self, workload: Workload, site: _Site) -> int:
         fit = min(len(site.positions.gpus), workload.size)

@@ -85,6 +85,11 @@ POLICIES: Mapping[str, Policy] = MappingProxyType(
                 assignment="least-in-flight",
                 hosting="colocated",
             ),
+            _static(
+                "verl-split",
+                "verl with GPUs of their own for the learner and for the actors, all reserved.",
+                hosting="split",
+            ),
             _static("raw", "verl's pieces as serverless functions, every feature off (RLHFless Fig. 11a)."),
             _static(
                 "rlhfuse",

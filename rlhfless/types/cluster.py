@@ -84,6 +84,9 @@ class Link:
         return self.latency_s + size_bytes / self.bytes_per_s
 
 
+BROADCAST_CHUNK_BYTES = float(64 << 20)
+"""Piece in which a host passes weights on while it receives them (chosen: large enough to fill a link, small beside
+weights)."""
 LOCAL_LATENCY_S = 1e-5
 """Start of a transfer between GPUs of one host (chosen: the order of an NCCL send's launch)."""
 NETWORK_LATENCY_S = 5e-5

@@ -78,7 +78,7 @@ class Prewarm:
     """When to ask for a function, ahead of its work (RLHFless §5)."""
 
     function: str
-    """decode, reward, reference, critic or learner."""
+    """prefill, decode, reward, reference, critic or learner."""
     ready_after_s: float
     """Seconds after the start of the phase before its own at which it should have started up."""
 
@@ -92,7 +92,7 @@ class CandidateTable:
     time_s: FloatArray
     """float[candidates]: T(N), seconds of the slowest actor."""
     cost_gpu_s: FloatArray
-    """float[candidates]: C(N) at a price of 1, the GPU-seconds of all actors."""
+    """float[candidates]: C(N) at a price of 1, the GPU-seconds of all actors, those for starting them included."""
     time_norm: FloatArray
     """float[candidates]: T(N), min-max normalised over the candidates; 0 where all tie."""
     cost_norm: FloatArray
@@ -112,7 +112,7 @@ class PlanEstimate:
     """What the planner believes the step's generation will take."""
 
     prefill_s: float
-    """Seconds of the prefill actor."""
+    """End of prefill: weights at all its replicas, then its work; 0 without a prefill actor."""
     ready_s: FloatArray
     """float[actors]: when the weights have arrived and a process that must start anew has started."""
     kv_s: FloatArray
@@ -158,7 +158,7 @@ class Plan:
     prefill: PrefillPlan | None
     """Shared prefixes computed by the prefill actor; None where each decode actor prefills its own prompts."""
     actors: tuple[DecodeActor, ...]
-    """Decode actors, the one with the longest expected work first."""
+    """Decode actors; where prompts are assigned by expected length, the one with the longest work first."""
     placement: Placement
     """GPUs of every function."""
     migration: MigrationSpec | None

@@ -100,6 +100,8 @@ class Counters:
     """Prompt tokens that decode actors computed, first-time work only."""
     recomputed_tokens: int
     """Tokens whose KV was computed again after a preemption or a move."""
+    decoded_tokens: int
+    """Response tokens that decode actors generated."""
     preemptions: int
     """Responses that lost their KV because it ran out."""
     cuts: int
