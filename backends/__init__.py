@@ -1,1 +1,1 @@
-"""Executors on real hardware. Nothing is here yet: plans run in the simulator (`sim`)."""
+"""Real execution: vLLM engines, KV over Redis, run state. The only importer of vllm, torch, ray and redis."""

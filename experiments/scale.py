@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Annotated
 
 import typer
@@ -246,9 +247,31 @@ def scale(
     )
     for note in dict.fromkeys([*left_out, *(f"{r.gpus} GPUs: {note}" for r in results for note in r.run.notes)]):
         print(note)
+    print(f"mean over sizes and caps, as ratios to {BASELINE}: {', '.join(name for name, _ in RATIOS)}")
+    for label in dict.fromkeys(result.label for result in results):
+        print(f"  {label:<16}{'  '.join(f'{ratio:.3f}' for ratio in _ratios(results, label))}")
     print(f"written: {', '.join(str(folder / name) for name in FILES)}")
     if trace_out is not None:
         print(f"trace of {traced.label}, {traced.gpus} GPUs, cap {traced.cap_tokens}: {trace_out}")
+
+
+RATIOS = (
+    ("generation s", "generation_s"),
+    ("step s", "step_s"),
+    ("decode GPU-s", "decode_executed_gpu_s"),
+    ("held GPU-s", "held_gpu_s"),
+)
+"""What is compared on average (RLHFless Fig. 16b)."""
+
+
+def _ratios(results: Sequence[Result], label: str) -> list[float]:
+    """Mean over cluster sizes and caps of a policy's means, each over the baseline's."""
+    base = {(each.gpus, each.cap_tokens): each.run.summary for each in results if each.label == BASELINE}
+    own = [(each.run.summary, base[each.gpus, each.cap_tokens]) for each in results if each.label == label]
+    return [
+        fmean(getattr(summary, name).mean / getattr(against, name).mean for summary, against in own)
+        for _, name in RATIOS
+    ]
 
 
 def _write(folder: Path, rows: list[dict[str, Cell]], results: list[Result], config: dict[str, object]) -> None:

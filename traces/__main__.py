@@ -2,10 +2,12 @@
 
 import json
 import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, cast
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -21,6 +23,8 @@ from traces.synthesize import synthesize as draw
 app = typer.Typer(help="Recorded and synthetic response lengths.", add_completion=False)
 
 Out = Annotated[Path, typer.Option(help="Trace to write, .parquet or .jsonl.")]
+PIPE_WIDTH = 10_000
+"""Columns of a table that does not go to a terminal (chosen: never wrapped, never cut)."""
 
 
 @app.command()
@@ -33,15 +37,25 @@ def describe(
     if as_json:
         print(json.dumps(found, allow_nan=False))
         return
-    console = Console()
     epochs: list[dict[str, Any]] = found.pop("per_epoch")
-    run = Table("statistic", "value", title=str(file))
-    for name, value in found.items():
-        run.add_row(name.replace("_", " "), _shown(value))
-    by_epoch = Table(*(name.replace("_", " ") for name in epochs[0]))
-    for epoch in epochs:
-        by_epoch.add_row(*(_shown(value) for value in epoch.values()))
-    console.print(run, by_epoch)
+    _print_table(str(file), ("statistic", "value"), found.items())
+    _print_table("per epoch", tuple(epochs[0]), (epoch.values() for epoch in epochs))
+
+
+def _print_table(title: str, columns: Sequence[str], rows: Iterable[Iterable[object]]) -> None:
+    """A table on stdout, as wide as the terminal, or as wide as it needs to be where there is none."""
+    terminal = sys.stdout.isatty()
+    console = Console(markup=False, emoji=False, highlight=False)
+    if not terminal:  # whatever COLUMNS or FORCE_COLOR say
+        console = Console(
+            markup=False, emoji=False, highlight=False, width=PIPE_WIDTH, color_system=None, force_terminal=False
+        )
+    table = Table(box=box.SIMPLE_HEAD if terminal else box.MARKDOWN)
+    for column in columns:
+        table.add_column(column.replace("_", " "), overflow="fold")
+    for name, *values in rows:
+        table.add_row(str(name).replace("_", " "), *map(_shown, values))
+    console.print(title, table)
 
 
 def _shown(value: object) -> str:

@@ -4,6 +4,8 @@ Parquet keeps the metadata under one key of the file's schema. JSON Lines keeps 
 row. Neither holds a clock reading, so the same table gives the same bytes (for one version of pyarrow).
 """
 
+import codecs
+import json
 import os
 import tempfile
 from pathlib import Path
@@ -24,6 +26,8 @@ _JSON_BLOCK_BYTES = 1 << 24
 
 
 def _suffix(path: Path) -> str:
+    if not path.name:
+        raise InputError(f"the name of the trace file is empty; traces end in {' or '.join(SUFFIXES)}")
     if path.suffix not in SUFFIXES:
         raise InputError(f"{path}: unknown suffix {path.suffix!r}; traces end in {' or '.join(SUFFIXES)}")
     return path.suffix
@@ -55,7 +59,9 @@ def _read_parquet(path: Path) -> tuple[bytes, pa.Table]:
 
 def _read_jsonl(path: Path, schema: pa.Schema) -> tuple[bytes, pa.Table]:
     content = path.read_bytes()
+    _require_utf8(path, content)
     metadata, _, rows = content.partition(b"\n")
+    _require_object(path, metadata)
     if not rows.strip():
         raise SchemaError(f"{path}: no responses after the metadata of line 1")
     try:
@@ -69,6 +75,29 @@ def _read_jsonl(path: Path, schema: pa.Schema) -> tuple[bytes, pa.Table]:
     return metadata, table
 
 
+def _require_utf8(path: Path, content: bytes) -> None:
+    if content.startswith(codecs.BOM_UTF8):
+        raise SchemaError(f"{path}: begins with a byte order mark; save it as UTF-8 without one")
+    try:
+        content.decode()
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise SchemaError(f"{path}: line {line}: not UTF-8 ({error.reason})") from None
+
+
+def _require_object(path: Path, metadata: bytes) -> None:
+    """Raise SchemaError unless line 1 can be the metadata; what it holds is for the format to check."""
+    try:
+        head = msgspec.json.decode(metadata)
+    except (msgspec.DecodeError, RecursionError) as error:
+        fault = f"not JSON ({error})" if metadata.strip() else "empty"
+    else:
+        if isinstance(head, dict) and "schema" in head:
+            return
+        fault = "a JSON object without a schema" if isinstance(head, dict) else "not a JSON object"
+    raise SchemaError(f'{path}: line 1 is {fault}; it must be the trace\'s metadata, as in {{"schema":1,"model":...}}')
+
+
 def _culprit(rows: bytes, schema: pa.Schema) -> str | None:
     """The first line that is no row of `schema`. Arrow says that there is one, but not which."""
     for number, line in enumerate(rows.split(b"\n"), 2):
@@ -76,13 +105,15 @@ def _culprit(rows: bytes, schema: pa.Schema) -> str | None:
             continue
         try:
             row = msgspec.json.decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             return f"line {number}: not JSON ({error})"
         if not isinstance(row, dict):
             return f"line {number}: not a JSON object"
         for field in schema:
             if not _fits(row.get(field.name), field.type):
                 return f"line {number}: {field.name} is {row[field.name]!r}, not {field.type}"
+        if json.loads(line, object_pairs_hook=len) > len(row):
+            return f"line {number}: a key stands twice"
     return None
 
 
@@ -99,10 +130,17 @@ def _fits(value: object, kind: pa.DataType) -> bool:
 
 
 def write(path: Path, metadata: str, table: pa.Table) -> None:
-    """Write the whole file, or leave what stood at `path` as it was. Raises InputError when that is not possible."""
+    """Write the whole file, or leave what stood at `path` as it was; a missing folder is made, with its parents.
+
+    Raises InputError when that is not possible.
+    """
     suffix = _suffix(path)
-    if not path.parent.is_dir():
-        raise InputError(f"{path}: there is no folder {str(path.parent)!r} to write into")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise InputError(f"{path}: a file is in the way of its folder {str(path.parent)!r}") from None
+    except OSError as error:
+        raise InputError(f"{path}: cannot make its folder ({error.strerror})") from None
     try:
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
         os.close(handle)

@@ -20,10 +20,12 @@ from rlhfless.types.arrays import BoolArray, FloatArray, IntArray, floats, ints
 from rlhfless.types.codec import from_json, to_json
 from rlhfless.types.workload import Algorithm
 from traces import files
-from traces.laws import settle
+from traces.laws import row_name, settle
 
 SCHEMA = 1
 """Version of the format below; a reader refuses every other one."""
+LARGEST = 10_000_000
+"""Most tokens of a cap and most responses to a prompt (chosen: beyond every model's context; sums stay in int64)."""
 
 _REQUIRED = pa.schema(
     [
@@ -81,6 +83,8 @@ class TraceInfo:
         for name in ("responses_per_prompt", "max_prompt_tokens", "max_response_tokens"):
             if getattr(self, name) < 1:
                 raise InputError(f"trace: {name} is {getattr(self, name)}; it must be at least 1")
+            if getattr(self, name) > LARGEST:
+                raise InputError(f"trace: {name} is {getattr(self, name)}; it must be at most {LARGEST}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -108,7 +112,7 @@ class Trace:
     response_tokens: IntArray
     """int[rows]: length of the response, 1..max_response_tokens."""
     truncated: BoolArray
-    """bool[rows]: finish_reason is "length" (the cap ended it), not "stop"."""
+    """bool[rows]: finish_reason is "length" (the cap ended it, so it is as long as the cap), not "stop"."""
     reward: FloatArray | None = None
     """float[rows]: score, NaN where unknown."""
     start_s: FloatArray | None = None
@@ -215,6 +219,8 @@ def _columns(table: pa.Table) -> dict[str, Any]:
     for name in (*_REQUIRED.names, *_NULLABLE.names):
         if name not in table.column_names:
             raise SchemaError(f"no column {name!r}; a trace has {', '.join(COLUMNS.names)}")
+    if twice := [name for name in COLUMNS.names if table.column_names.count(name) > 1]:
+        raise SchemaError(f"column {twice[0]!r} stands twice; a trace has each of its columns once")
     if len(table) == 0:
         raise SchemaError("no responses; a trace has at least one row")
     required = {field.name: _required(table[field.name].combine_chunks(), field) for field in _REQUIRED}
@@ -224,7 +230,7 @@ def _columns(table: pa.Table) -> dict[str, Any]:
     reason = required.pop("finish_reason")
     odd = pc.invert(pc.is_in(reason, value_set=pa.array(["stop", "length"])))
     if (row := _first(odd)) is not None:
-        raise SchemaError(f"row {row} has finish_reason {reason[row].as_py()!r}; known are stop, length")
+        raise SchemaError(f"{row_name(row)} has finish_reason {reason[row].as_py()!r}; known are stop, length")
     columns: dict[str, Any] = {name: column.to_numpy() for name, column in required.items()}
     for field in _NULLABLE:
         columns[field.name] = _nullable(table[field.name].combine_chunks(), field)
@@ -257,15 +263,20 @@ def _typed(column: pa.Array, field: pa.Field) -> pa.Array:
     if not fits and not pa.types.is_null(kind):
         raise SchemaError(f"column {field.name!r} is of type {column.type}, not {field.type}")
     try:
-        return column.cast(field.type)
+        column = column.cast(field.type)
     except pa.ArrowInvalid as error:
         raise SchemaError(f"column {field.name!r} is not {field.type} ({' '.join(str(error).split())})") from None
+    try:
+        column.validate(full=True)  # Parquet text may hold any bytes
+    except pa.ArrowInvalid:
+        raise SchemaError(f"column {field.name!r} holds text that is not UTF-8") from None
+    return column
 
 
 def _required(column: pa.Array, field: pa.Field) -> pa.Array:
     column = _typed(column, field)
     if column.null_count and (row := _first(column.is_null())) is not None:
-        raise SchemaError(f"row {row} has no {field.name}; every response needs one")
+        raise SchemaError(f"{row_name(row)} has no {field.name}; every response needs one")
     return column
 
 
@@ -276,11 +287,11 @@ def _nullable(column: pa.Array, field: pa.Field) -> IntArray | FloatArray | None
         return None
     if field.type == pa.float64():
         if (row := _first(pc.is_nan(column))) is not None:
-            raise SchemaError(f"row {row} has NaN as {field.name}; leave it null where it is unknown")
+            raise SchemaError(f"{row_name(row)} has NaN as {field.name}; leave it null where it is unknown")
         return floats(column.to_numpy(zero_copy_only=False))
     least = 0 if field.name == "actor" else 1
     if (row := _first(pc.less(column, least))) is not None:
-        raise InputError(f"row {row} has {column[row].as_py()} as {field.name}; it must be at least {least}")
+        raise InputError(f"{row_name(row)} has {column[row].as_py()} as {field.name}; it must be at least {least}")
     return ints(column.fill_null(least - 1).to_numpy())
 
 
@@ -292,7 +303,7 @@ def _one_each(name: str, column: object, prompt: IntArray, first: IntArray, ids:
     if (odd := np.flatnonzero(column != each[prompt])).size:
         row = int(odd[0])
         raise SchemaError(
-            f"row {row}: prompt {ids[int(prompt[row])].as_py()!r} has {name} {column[row]}, "
+            f"{row_name(row)}: prompt {ids[int(prompt[row])].as_py()!r} has {name} {column[row]}, "
             f"an earlier row {each[prompt[row]]}"
         )
     return each

@@ -15,10 +15,15 @@ _ROW_COLUMNS = {"epoch": 0, "step": 0, "prompt": 0, "sample": 0, "response_token
 """Whole-number columns of the rows and the least value of each."""
 
 
+def row_name(row: int, of: str = "row") -> str:
+    """What messages call the row (or prompt) at index `row`."""
+    return f"{of} {row + 1} (counted from 1)"
+
+
 def settle(trace: "Trace") -> dict[str, Any]:
     """Every column of `trace`, checked, read-only and in canonical order. Raises InputError, naming the row.
 
-    Rows are named as they were given, from 0.
+    Rows are named as they were given, counted from 1.
     """
     rows = len(trace.prompt)
     if rows == 0:
@@ -36,6 +41,13 @@ def settle(trace: "Trace") -> dict[str, Any]:
         columns["actor"] = None
     cap = trace.info.max_response_tokens
     _each("response_tokens", columns["response_tokens"], columns["response_tokens"] > cap, f"at most {cap}, the cap")
+    early = columns["truncated"] & (columns["response_tokens"] < cap)
+    if early.any():
+        row = int(np.argmax(early))
+        raise InputError(
+            f"trace: {row_name(row)} has finish_reason 'length' at {columns['response_tokens'][row]} tokens; "
+            f"only a response of {cap} tokens, the cap, ends so"
+        )
 
     prompts = _prompts(trace, columns["prompt"])
     order, prompt_order = _order(trace, columns, prompts["prompt_ids"])
@@ -65,15 +77,15 @@ def _shaped(name: str, column: npt.ArrayLike, count: int, kinds: str) -> npt.NDA
     return array
 
 
-def _each(name: str, column: npt.NDArray[Any], wrong: npt.NDArray[np.bool_], right: str) -> None:
+def _each(name: str, column: npt.NDArray[Any], wrong: npt.NDArray[np.bool_], right: str, of: str = "row") -> None:
     if wrong.any():
         row = int(np.argmax(wrong))
-        raise InputError(f"trace: row {row} has {column[row]} as {name}; it must be {right}")
+        raise InputError(f"trace: {row_name(row, of)} has {column[row]} as {name}; it must be {right}")
 
 
-def _whole(name: str, column: npt.ArrayLike, count: int, least: int) -> IntArray:
+def _whole(name: str, column: npt.ArrayLike, count: int, least: int, of: str = "row") -> IntArray:
     array = _shaped(name, column, count, "iu").astype(np.int64)
-    _each(name, array, array < least, f"at least {least}")
+    _each(name, array, array < least, f"at least {least}", of)
     return array
 
 
@@ -101,14 +113,14 @@ def _prompts(trace: "Trace", prompt: IntArray) -> dict[str, Any]:
         raise InputError("trace: prompt_ids must be distinct names, none of them empty")
     if not np.array_equal(np.unique(prompt), np.arange(count)):
         raise InputError(f"trace: {count} prompts, but the rows name others or leave some out")
-    tokens = _whole("prompt_tokens", trace.prompt_tokens, count, 1)
+    tokens = _whole("prompt_tokens", trace.prompt_tokens, count, 1, "prompt")
     cap = trace.info.max_prompt_tokens
     if tokens.max() > cap:
         at = int(np.argmax(tokens))
         raise InputError(f"trace: prompt {str(ids[at])!r} has {tokens[at]} tokens; max_prompt_tokens is {cap}")
     reference = None
     if trace.reference_tokens is not None and np.any(trace.reference_tokens):
-        reference = _whole("reference_tokens", trace.reference_tokens, count, 0)
+        reference = _whole("reference_tokens", trace.reference_tokens, count, 0, "prompt")
     token_ids = None
     if trace.prompt_token_ids is not None:
         token_ids = tuple(ints(part) for part in trace.prompt_token_ids)

@@ -21,8 +21,11 @@ from rlhfless.errors import InputError
 from rlhfless.rng import stream
 from rlhfless.types.arrays import FloatArray, IntArray
 from rlhfless.types.workload import Algorithm
-from traces.format import Trace, TraceInfo
+from traces.format import LARGEST, Trace, TraceInfo
 
+MOST_RESPONSES = 10_000_000
+"""Responses of the largest trace that is drawn (chosen: it takes up to 5 GB of memory, at 0.2 to 0.5 kB a response,
+measured)."""
 RECORDED_SAMPLES = 4
 """Solutions a problem over whose mean the presets' rank correlations were measured (GSM8K's recorded solutions)."""
 
@@ -112,6 +115,13 @@ def synthesize(
     for name, value in sizes.items():
         if value < 1:
             raise InputError(f"{name} is {value}; it must be at least 1")
+    if max_response_tokens > LARGEST:
+        raise InputError(f"max_response_tokens is {max_response_tokens}; it must be at most {LARGEST}")
+    if prompts * epochs * responses_per_prompt > MOST_RESPONSES:
+        raise InputError(
+            f"prompts {prompts} x epochs {epochs} x responses_per_prompt {responses_per_prompt} are more responses "
+            f"than the {MOST_RESPONSES} that a synthetic trace may have"
+        )
     if seed < 0:
         raise InputError(f"seed is {seed}; it must be at least 0")
     kept = prompts // prompts_per_step * prompts_per_step

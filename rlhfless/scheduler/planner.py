@@ -15,7 +15,7 @@ from rlhfless.types import plan as plans
 from rlhfless.types.arrays import FloatArray, IntArray, floats, ints
 from rlhfless.types.cluster import Cluster, ClusterState
 from rlhfless.types.plan import CandidateTable, DecodeActor, Hosting, Plan, PlanEstimate, PrefillPlan, Prewarm, Start
-from rlhfless.types.profile import Profile
+from rlhfless.types.profile import COLD_START_GPU_SHARE, Profile
 from rlhfless.types.report import StepReport
 from rlhfless.types.workload import Algorithm, Workload
 
@@ -310,7 +310,10 @@ class Planner:
             return np.full(kept.size, each_s), np.zeros(kept.size)
         ahead_s = self._shortest_s.get("learning", np.inf) + PREWARM_BUFFER_S
         late_s = max(data.cold_start_s - max(ahead_s, data.warm_start_s), 0.0)
-        return np.where(kept, data.warm_start_s, data.cold_start_s), np.where(kept, 0.0, late_s)
+        beside = np.isin(site.positions.gpus[:, 0], site.learner)  # where the learner, then the prefill actor, runs
+        blocked_s = np.where(beside, site.routes.prefill_s + COLD_START_GPU_SHARE * data.cold_start_s, 0.0)
+        new_s = np.maximum(late_s, blocked_s)
+        return np.where(kept, data.warm_start_s, data.cold_start_s), np.where(kept, 0.0, new_s)
 
     def _static(self, workload: Workload, site: _Site) -> int:
         fit = min(len(site.positions.gpus), workload.size)

@@ -61,6 +61,7 @@ GPUS: Mapping[str, Gpu] = MappingProxyType(
             _gpu("b200_sxm", 171661, 8000, 2250, 5.50, 900, 3200, _NVLINK + "; DGX B200 network, 8 x 400 Gbit/s"),
             _gpu("l40s", 46068, 864, 362, 1.90, 32, 400, _PCIE + "; AWS g6e.48xlarge network, 400 Gbit/s"),
             _gpu("l4", 23034, 300, 121, 0.80, 32, 100, _PCIE + "; AWS g6.48xlarge network, 100 Gbit/s"),
+            _gpu("cpu", 4096, 20, 0.05, 0.05, 10, 10, "chosen: a core of a server, for testbeds that have no GPU"),
             _gpu("a10g", 23028, 600, 70, 1.00, 32, 100, _PCIE + "; AWS g5.48xlarge network, 100 Gbit/s"),
         )
     }

@@ -15,9 +15,33 @@ import numpy.typing as npt
 
 from rlhfless.errors import InfeasibleError, InputError
 from rlhfless.types.arrays import FloatArray, IntArray
+from rlhfless.types.cluster import GPUS
 from rlhfless.types.codec import from_json, to_json
 
 SCHEMA = 1
+
+COLD_START_GPU_SHARE = 0.7
+"""Part of a new process's start that needs its GPUs to itself: memory profiling and CUDA graph capture, 28 of the 40 s
+that shipped profiles take a start to be (chosen with it). The rest may overlap what still runs there."""
+
+_MOST_GRID = 10**9
+"""Largest batch and most tokens at a grid point (chosen, like all limits here: far beyond any machine, and small enough
+that no sum or table of a step overflows)."""
+_MOST_S = 1e6
+"""Seconds of one iteration or start-up."""
+_MOST = {
+    "tp": 1024,
+    "max_slots": 1 << 16,
+    "max_batched_tokens": _MOST_GRID,
+    "kv_capacity_tokens": 10**12,
+    "parameters": 1e15,
+    "weight_bytes": 1e16,
+    "kv_bytes_per_token": 1e10,
+    "iteration_overhead_s": _MOST_S,
+    "cold_start_s": _MOST_S,
+    "warm_start_s": _MOST_S,
+}
+"""The largest value of each field."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +55,7 @@ class ProfileData:
     model: str
     """Hugging Face name of the model."""
     gpu: str
-    """GPU type, a key of `rlhfless.types.cluster.GPUS`, or cpu."""
+    """GPU type, a key of `rlhfless.types.cluster.GPUS`."""
     tp: int
     """GPUs of one actor: the tensor-parallel size."""
     kind: str
@@ -73,7 +97,7 @@ class ProfileData:
 
 
 def _check(data: ProfileData, where: str) -> None:
-    """Raise InputError unless the grids are complete, finite, positive and monotone."""
+    """Raise InputError unless the grids are complete, positive and monotone, the GPU known, all within limits."""
 
     def require(holds: bool, what: str) -> None:
         if not holds:
@@ -83,14 +107,16 @@ def _check(data: ProfileData, where: str) -> None:
         axis = getattr(data, name)
         require(axis.ndim == 1 and axis.size >= 2, f"{name} needs at least two grid points")
         require(bool(np.all(np.diff(axis) > 0)) and axis[0] >= 1, f"{name} must ascend from at least 1")
+        require(axis[-1] <= _MOST_GRID, f"{name} goes on to {axis[-1]}; it must end at {_MOST_GRID} at most")
     require(data.decode_batch[0] == 1, f"decode_batch must begin at 1, not {data.decode_batch[0]}")
     shape = (data.decode_batch.size, data.decode_context.size)
     require(data.decode_s.shape == shape, f"decode_s has shape {data.decode_s.shape}, the grid needs {shape}")
     require(data.prefill_s.shape == data.prefill_tokens.shape, "prefill_s and prefill_tokens differ in length")
     for name in ("decode_s", "prefill_s"):
         values = getattr(data, name)
-        bad = ~(np.isfinite(values) & (values > 0))
-        require(not bad.any(), f"{name} holds {values[bad][0] if bad.any() else ''}; every latency must be above 0 s")
+        bad = ~((values > 0) & (values <= _MOST_S))
+        right = f"every latency must be above 0 s and at most {_MOST_S:.0f} s"
+        require(not bad.any(), f"{name} holds {values[bad][0] if bad.any() else ''}; {right}")
     require(bool(np.all(np.diff(data.decode_s, axis=0) >= 0)), "decode_s must not fall as the batch grows")
     require(bool(np.all(np.diff(data.decode_s, axis=1) >= 0)), "decode_s must not fall as the context grows")
     require(bool(np.all(np.diff(data.prefill_s) >= 0)), "prefill_s must not fall as the tokens grow")
@@ -100,6 +126,9 @@ def _check(data: ProfileData, where: str) -> None:
         require(getattr(data, name) > 0, f"{name} is {getattr(data, name)}; it must be above 0")
     for name in ("kv_bytes_per_token", "iteration_overhead_s", "cold_start_s", "warm_start_s"):
         require(getattr(data, name) >= 0, f"{name} is {getattr(data, name)}; it must not be negative")
+    for name, most in _MOST.items():
+        require(getattr(data, name) <= most, f"{name} is {getattr(data, name)}; it must be at most {most:.0f}")
+    require(data.gpu in GPUS, f"unknown GPU {data.gpu!r}: known are {', '.join(GPUS)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,13 +181,19 @@ class Profile:
 
     def require_fit(self, max_prompt_tokens: int, max_response_tokens: int) -> None:
         """Raise InfeasibleError unless one response of these sizes fits the grid and an actor's KV cache."""
-        longest = max_prompt_tokens + max_response_tokens
-        for limit, what in ((self.max_context, "the decode grid"), (self.data.kv_capacity_tokens, "the KV cache")):
-            if longest > limit:
-                raise InfeasibleError(
-                    f"profile {self.data.name}: prompt {max_prompt_tokens} + response {max_response_tokens} tokens "
-                    f"exceed {what} of {limit} tokens; lower the cap or take a profile with more GPUs per actor"
-                )
+        grid, kv = self.max_context, self.data.kv_capacity_tokens
+        limit = min(grid, kv)
+        if max_prompt_tokens + max_response_tokens <= limit:
+            return
+        what, other = "decode grid", "take a profile with a longer grid"
+        if kv < grid:
+            what, other = "KV cache", "take a profile with more GPUs per actor"
+        room = limit - max_prompt_tokens
+        remedy = f"lower the cap to at most {room} or {other}" if room > 0 else f"the prompt alone fills it: {other}"
+        raise InfeasibleError(
+            f"profile {self.data.name}: prompt {max_prompt_tokens} + response {max_response_tokens} tokens exceed the "
+            f"{what} of {limit} tokens; {remedy}"
+        )
 
     def decode_iteration_s(self, batch: npt.ArrayLike, context: npt.ArrayLike) -> FloatArray:
         """Seconds of one decode iteration, elementwise. `batch` real in 0..max_slots, `context` the mean, in tokens.

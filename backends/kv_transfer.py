@@ -1,0 +1,378 @@
+"""KV from one engine to another: a store of KV blocks, what vLLM is told to use it, and when not to (RLHFless §4.2).
+
+Two ways, each a dictionary of arguments for vLLM's `KVTransferConfig`: `redis_config` for our connector over Redis
+(`backends.redis_kv`), which runs anywhere, and `nixl_config` for vLLM's own NIXL connector on GPU clusters.
+
+Over Redis a block is found by what it holds: its key is the run, the weight version and vLLM's hash of all tokens up
+to its end. Nobody hands anything over: an engine saves each block in the step that fills it, prompt and response alike,
+and another engine that is given the same tokens finds them. A block that is gone, cut short, changed or of another
+layout is computed again, as is everything while Redis is away; neither gives a wrong answer or stops a step.
+
+This module loads without vLLM and torch.
+"""
+
+import hashlib
+import math
+import re
+import struct
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from backends.redis_server import check_url, connect
+from rlhfless.errors import InputError
+
+DEFAULT_TTL_S = 3600.0
+"""Seconds that a saved block lives (chosen: a few of the longest steps; blocks of old weights are of no use)."""
+DEFAULT_TIMEOUT_S = 0.5
+"""Seconds that one command to Redis may take (chosen: a chunk takes some 10 ms on 10 Gbit/s)."""
+DEFAULT_BUDGET_S = 2.0
+"""Seconds that one step may spend on saving, and one request on loading (chosen); the rest is computed again."""
+DEFAULT_RETRY_S = 5.0
+"""Seconds after a failure before Redis is asked again (chosen: a dead one costs a tenth of the time)."""
+CHUNK_BYTES = 8 << 20
+"""KV in one command (chosen: large enough that round trips do not count, small enough to fit the timeout)."""
+
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,100}")
+"""Run ids and weight versions: what keys can be split at again."""
+
+
+# ---- what has happened, for the whole process
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVCounters:
+    """What the stores of this process have done since it started."""
+
+    saved_blocks: int = 0
+    """Blocks that Redis has taken."""
+    saved_bytes: int = 0
+    """Their bytes, headers included."""
+    save_s: float = 0.0
+    """Seconds spent on saving, copies included."""
+    loaded_blocks: int = 0
+    """Blocks that came back whole."""
+    loaded_bytes: int = 0
+    """Their bytes, headers included."""
+    load_s: float = 0.0
+    """Seconds spent on asking and checking, in vain or not."""
+    missing_blocks: int = 0
+    """Blocks asked for that were not there."""
+    corrupt_blocks: int = 0
+    """Blocks that came back but failed the check: cut short, changed, or of another layout."""
+    refused_blocks: int = 0
+    """Blocks that Redis answered with an error, for instance because it is full."""
+    skipped_blocks: int = 0
+    """Blocks not tried: Redis was away a moment ago, or the step's budget was spent."""
+    failures: int = 0
+    """Commands that failed: no connection, no answer in time, wrong password."""
+
+
+@dataclass(slots=True)
+class _Process:
+    """vLLM makes the connector itself, deep inside the engine: the process is where it and its user can meet."""
+
+    counts: dict[str, float] = field(default_factory=dict)
+    version: str | None = None
+
+
+_PROCESS = _Process()
+
+
+def counters() -> KVCounters:
+    """A snapshot. Only of this process: with vLLM's engine in a process of its own, ask there."""
+    return KVCounters(**_PROCESS.counts)  # type: ignore[arg-type]  # counts are whole, seconds are not
+
+
+def _count(**amounts: float) -> None:
+    for name, amount in amounts.items():
+        _PROCESS.counts[name] = _PROCESS.counts.get(name, 0) + amount
+
+
+def set_namespace(version: str | int) -> None:
+    """From now on this process saves and loads KV of weight version `version`, whatever its config said.
+
+    Call it between steps, once the new weights are in and the engine's own prefix cache is reset. Requests admitted
+    before are saved no more: their KV is of two versions. Raises InputError for a version that cannot be in a key.
+    """
+    _PROCESS.version = _name("weight version", str(version))
+
+
+def current_version(configured: str) -> str:
+    """The weight version that `set_namespace` was last given, else the one that the config names."""
+    return _PROCESS.version if _PROCESS.version is not None else configured
+
+
+# ---- one block as bytes
+
+MAGIC = b"RLKV"
+FORMAT = 1
+_HEAD = struct.Struct("<4sHxx16sQ")
+"""Magic, version of this format, digest of the layout, bytes of KV that follow the checksum."""
+_CHECK = struct.Struct("<I")
+HEADER_BYTES = _HEAD.size + _CHECK.size
+"""Bytes before the KV: 36."""
+
+
+class BadBlock(ValueError):
+    """A value that is not the block that was asked for."""
+
+
+def layout_digest(*facts: object) -> bytes:
+    """16 bytes that differ when any of `facts` does: shapes, types, versions, everything that KV bytes depend on."""
+    return hashlib.blake2b(repr(facts).encode(), digest_size=16).digest()
+
+
+def pack(key: bytes, layout: bytes, kv: bytes | memoryview) -> bytes:
+    """The value to store under `key`: a header of HEADER_BYTES, then `kv`. The checksum is over key, header and KV."""
+    head = _HEAD.pack(MAGIC, FORMAT, layout, len(kv))
+    return b"".join((head, _checksum(key, head, kv), kv))
+
+
+def unpack(key: bytes, layout: bytes, value: bytes) -> memoryview:
+    """The KV in `value`. Raises BadBlock unless it is whole, and was packed under this key for this layout."""
+    if len(value) < HEADER_BYTES:
+        raise BadBlock("shorter than a header")
+    head, kv = value[: _HEAD.size], memoryview(value)[HEADER_BYTES:]
+    magic, version, found, size_bytes = _HEAD.unpack(head)
+    if (magic, version) != (MAGIC, FORMAT):
+        raise BadBlock("not a block of this format")
+    if found != layout:
+        raise BadBlock("of another layout")
+    if size_bytes != len(kv):
+        raise BadBlock("cut short")
+    if value[_HEAD.size : HEADER_BYTES] != _checksum(key, head, kv):
+        raise BadBlock("changed")
+    return kv
+
+
+def _checksum(key: bytes, head: bytes, kv: bytes | memoryview) -> bytes:
+    """CRC-32: it is there for damage, not for malice, and takes 0.2 ms a MB where BLAKE2b takes 1.0 (measured)."""
+    return _CHECK.pack(zlib.crc32(kv, zlib.crc32(head, zlib.crc32(key))))
+
+
+# ---- the store
+
+
+class BlockStore(Protocol):
+    """Where blocks are kept. Nothing that befalls a store is raised: what it cannot give is computed again."""
+
+    def fetch(self, keys: Sequence[bytes]) -> list[memoryview]:
+        """KV of the first `keys`, up to the first that is not there or not right. KV is used from the left only."""
+        ...
+
+    def save(self, keys: Sequence[bytes], read: Callable[[int, int], npt.NDArray[np.uint8]]) -> None:
+        """Keep blocks; `read(i, j)` gives the KV of keys[i:j] as uint8[j - i, block bytes]."""
+        ...
+
+    def close(self) -> None:
+        """Let go of connections."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RedisSettings:
+    """What the connector is told. Raises InputError for a value out of range or an url that `check_url` refuses."""
+
+    url: str = field(repr=False)
+    """Address with the password."""
+    namespace: str
+    """Run id: runs do not see each other's KV."""
+    version: str = "0"
+    """Weight version to begin with, see `set_namespace`."""
+    ttl_s: float = DEFAULT_TTL_S
+    """Seconds that a block lives."""
+    timeout_s: float = DEFAULT_TIMEOUT_S
+    """Seconds that one command may take."""
+    budget_s: float = DEFAULT_BUDGET_S
+    """Seconds that a step's saving, or a request's loading, may take; plus at most one timeout."""
+    retry_s: float = DEFAULT_RETRY_S
+    """Seconds of rest after a failure."""
+
+    def __post_init__(self) -> None:
+        check_url(self.url)
+        _name("namespace", self.namespace)
+        _name("weight version", self.version)
+        for name in ("ttl_s", "timeout_s", "budget_s", "retry_s"):
+            value = getattr(self, name)
+            if not (isinstance(value, int | float) and 0.001 <= value < math.inf):
+                raise InputError(f"KV over Redis: {name} {value} must be at least 0.001 seconds and finite")
+
+    def key(self, version: str, block_hash: bytes) -> bytes:
+        """Where Redis keeps the block with vLLM's hash `block_hash`, computed with weights `version`."""
+        return f"rlkv:{self.namespace}:{version}:".encode() + block_hash
+
+
+class RedisBlocks:
+    """Blocks in Redis. After a failure it rests for `retry_s`, so a dead server costs one timeout, not one a step.
+
+    How much is kept is up to the server (maxmemory). With `volatile-lru`, as `RedisServer` sets it, a full server drops
+    the blocks longest unused; one that refuses instead is left alone for `retry_s` too.
+    """
+
+    def __init__(
+        self,
+        settings: RedisSettings,
+        *,
+        layout: bytes,
+        block_bytes: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        from redis.exceptions import RedisError
+
+        self._settings, self._layout, self._clock = settings, layout, clock
+        self._block_bytes = block_bytes
+        self._client = connect(settings.url, timeout_s=settings.timeout_s)
+        self._failures = (RedisError, OSError)
+        self._chunk = max(1, CHUNK_BYTES // block_bytes)
+        self._rest_until_s = self._full_until_s = -math.inf
+
+    def fetch(self, keys: Sequence[bytes]) -> list[memoryview]:
+        """See `BlockStore`."""
+        started_s, found = self._clock(), list[memoryview]()
+        for at in range(0, len(keys), self._chunk):
+            asked = keys[at : at + self._chunk]
+            values = self._try(partial(self._client.mget, asked))
+            if values is None or self._clock() - started_s > self._settings.budget_s:
+                _count(skipped_blocks=len(keys) - at)
+                break
+            good = self._leading(asked, values)
+            found += good
+            if len(good) < len(asked):
+                break
+        _count(loaded_blocks=len(found), loaded_bytes=sum(map(len, found)) + HEADER_BYTES * len(found),
+               load_s=self._clock() - started_s)  # fmt: skip
+        return found
+
+    def save(self, keys: Sequence[bytes], read: Callable[[int, int], npt.NDArray[np.uint8]]) -> None:
+        """See `BlockStore`."""
+        started_s = self._clock()
+        for at in range(0, len(keys), self._chunk):
+            now_s, end = self._clock(), min(at + self._chunk, len(keys))
+            tired = now_s - started_s > self._settings.budget_s or now_s < max(self._full_until_s, self._rest_until_s)
+            if tired or not self._save_chunk(keys[at:end], read(at, end)):
+                _count(skipped_blocks=len(keys) - at)
+                break
+        _count(save_s=self._clock() - started_s)
+
+    def close(self) -> None:
+        """See `BlockStore`."""
+        self._client.close()
+
+    def _leading(self, keys: Sequence[bytes], values: Sequence[bytes | None]) -> list[memoryview]:
+        found: list[memoryview] = []
+        for key, value in zip(keys, values, strict=True):
+            if value is None:
+                _count(missing_blocks=sum(value is None for value in values))
+                break
+            try:
+                kv = unpack(key, self._layout, value)
+                if len(kv) != self._block_bytes:
+                    raise BadBlock("of another size")
+            except BadBlock:
+                _count(corrupt_blocks=1)
+                break
+            found.append(kv)
+        return found
+
+    def _save_chunk(self, keys: Sequence[bytes], rows: npt.NDArray[np.uint8]) -> bool:
+        """Whether Redis has answered, be it with a refusal."""
+        from redis.exceptions import ResponseError
+
+        values = [pack(key, self._layout, memoryview(row)) for key, row in zip(keys, rows, strict=True)]
+        commands = self._client.pipeline(transaction=False)
+        for key, value in zip(keys, values, strict=True):
+            commands.set(key, value, px=max(1, round(self._settings.ttl_s * 1000)))
+        answers = self._try(partial(commands.execute, raise_on_error=False))
+        if answers is None:
+            return False
+        taken = [len(value) for value, answer in zip(values, answers, strict=True) if answer is True]
+        _count(saved_blocks=len(taken), saved_bytes=sum(taken), refused_blocks=len(values) - len(taken))
+        if any(isinstance(answer, ResponseError) for answer in answers):
+            self._full_until_s = self._clock() + self._settings.retry_s
+        return True
+
+    def _try(self, command: Callable[[], Any]) -> Any:
+        """What `command` gives; None while Redis rests or where it fails."""
+        if self._clock() < self._rest_until_s:
+            return None
+        try:
+            return command()
+        except self._failures:
+            _count(failures=1)
+            self._rest_until_s = self._clock() + self._settings.retry_s
+            self._client.connection_pool.disconnect()  # an answer that comes late must not meet the next question
+            return None
+
+
+# ---- what vLLM is told
+
+
+def redis_config(url: str, namespace: str, **settings: Any) -> dict[str, Any]:
+    """Arguments of `vllm.config.KVTransferConfig` for our connector; `settings` are the fields of `RedisSettings`.
+
+    Engines that share KV need the same model, dtype, block size and `prefix_caching_hash_algo`: sha256, vLLM's default,
+    or sha256_cbor; both give the same hashes in every process as long as PYTHONHASHSEED is unset or the same in all.
+    The dictionary holds the password: do not print it. Raises InputError for settings that cannot be.
+    """
+    unknown = settings.keys() - RedisSettings.__dataclass_fields__.keys()
+    if unknown:
+        raise InputError(f"KV over Redis: unknown setting {sorted(unknown)[0]}, known: {', '.join(_SETTINGS)}")
+    checked = RedisSettings(url=url, namespace=namespace, **settings)
+    return {
+        "kv_connector": "RedisKVConnector",
+        "kv_connector_module_path": "backends.redis_kv",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": asdict(checked),
+    }
+
+
+_SETTINGS = tuple(RedisSettings.__dataclass_fields__)
+
+
+def nixl_config(*, transports: Sequence[str] = ("UCX",), buffer_device: str = "cuda") -> dict[str, Any]:
+    """Arguments of `vllm.config.KVTransferConfig` for vLLM's NIXL connector: GPU to GPU, without a server between.
+
+    It hands over requests that ended by their own `max_tokens`: prefill with max_tokens=1 on one engine, and pass the
+    `kv_transfer_params` of its output on to the next. Every engine's environment names the address at which others find
+    it: VLLM_NIXL_SIDE_CHANNEL_HOST and a VLLM_NIXL_SIDE_CHANNEL_PORT of its own on each host. Needs the package nixl.
+    """
+    if not transports:
+        raise InputError("KV over NIXL: at least one transport is needed, for instance UCX")
+    return {
+        "kv_connector": "NixlConnector",
+        "kv_role": "kv_both",
+        "kv_buffer_device": buffer_device,
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"backends": list(transports)},
+    }
+
+
+def transfer_or_recompute(
+    *, kv_bytes: float, bandwidth_bytes_per_s: float, latency_s: float, prefill_s: float
+) -> Literal["transfer", "recompute"]:
+    """The sooner way to have a response's KV on another actor; computing wins a tie, since it holds up no link.
+
+    `prefill_s` is the target's time for the tokens that the KV stands for. Raises InputError for a negative or missing
+    number.
+    """
+    numbers = {"kv_bytes": kv_bytes, "latency_s": latency_s, "prefill_s": prefill_s}
+    for name, value in numbers.items():
+        if not value >= 0:
+            raise InputError(f"transfer or recompute: {name} {value} must be at least 0")
+    if not bandwidth_bytes_per_s > 0:
+        raise InputError(f"transfer or recompute: bandwidth {bandwidth_bytes_per_s} bytes/s must be above 0")
+    return "transfer" if latency_s + kv_bytes / bandwidth_bytes_per_s < prefill_s else "recompute"
+
+
+def _name(what: str, value: str) -> str:
+    if not _NAME.fullmatch(value):
+        raise InputError(f"KV over Redis: {what} {value!r} must be 1 to 100 letters, digits, '.', '_' or '-'")
+    return value
