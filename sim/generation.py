@@ -9,8 +9,10 @@ way. A cut changes the owner at once; the response itself leaves its engine at t
 meets a response that is not its own sends it on to the owner.
 """
 
+import gc
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -19,7 +21,7 @@ import numpy as np
 import simpy
 
 from rlhfless.scheduler.migration import GenerationView, Migration, rule
-from rlhfless.types.arrays import IntArray, ints
+from rlhfless.types.arrays import IntArray, ints, seen
 from rlhfless.types.plan import MigrationSpec
 from rlhfless.types.report import Activity
 from sim.engine import Batch, Engine
@@ -61,6 +63,19 @@ class Actor:
     """Iterations after which the running stretch ends early; None for as planned."""
     event: int = 0
     """Number of the event that is awaited; others are out of date."""
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without garbage collection: a step makes millions of small objects and no cycles among them, and looking for
+    some takes as long again as all else (measured at 300,000 responses: 19 s with, 10 s without)."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class Generation:
@@ -111,7 +126,8 @@ class Generation:
         for index, time_s in failures:
             if index < len(self.actors):
                 self._after(time_s, partial(self._on_failure, self.actors[index]))
-        self.env.run(until=self.done)
+        with _uncollected():
+            self.env.run(until=self.done)
         assert not any(self.owned), "a response without an end"
         assert (self.assigned == self.finished).all(), "a response that is counted twice or not at all"
         return float(self.env.now)
@@ -197,6 +213,8 @@ class Generation:
 
     def _observe(self, actor: Actor) -> None:
         """Refresh what rules see of an actor; nothing is left to see of one that is cut."""
+        if self.rule is None:
+            return
         engine, index = actor.engine, actor.index
         self.generated[index] = engine.generated_tokens
         if actor.state != "working":
@@ -212,14 +230,14 @@ class Generation:
         if not self.rule.triggered(self.assigned, self.finished, unfinished):
             return
         view = GenerationView(
-            assigned=ints(self.assigned),
-            finished=ints(self.finished),
-            running=ints(self.running),
-            waiting=ints(unfinished - self.running),
-            open_slots=ints(np.where(unfinished > 0, np.maximum(self.slots - unfinished, 0), 0)),
-            tokens_generated=ints(self.generated),
-            context_tokens=ints(self.context),
-            kv_headroom_tokens=ints(np.maximum(self.room - self.promised, 0)),
+            assigned=seen(self.assigned),
+            finished=seen(self.finished),
+            running=seen(self.running),
+            waiting=unfinished - self.running,
+            open_slots=np.where(unfinished > 0, np.maximum(self.slots - unfinished, 0), 0),
+            tokens_generated=seen(self.generated),
+            context_tokens=seen(self.context),
+            kv_headroom_tokens=np.maximum(self.room - self.promised, 0),
             unfinished=self._unfinished,
             cuts_so_far=self.cuts,
         )

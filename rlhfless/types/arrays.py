@@ -17,6 +17,13 @@ def ints(values: npt.ArrayLike | Iterable[int]) -> IntArray:
     return column
 
 
+def seen(values: IntArray) -> IntArray:
+    """A read-only view of `values`, without a copy: it shows what they are while it is looked at."""
+    view = values.view()
+    view.flags.writeable = False
+    return view
+
+
 def floats(values: npt.ArrayLike | Sequence[float]) -> FloatArray:
     """A read-only float64 copy of `values`."""
     column = np.array(values, dtype=np.float64)
