@@ -1,6 +1,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+# cpu: real vLLM engines on CPUs and a local Ray (some 4 GB); leave it out to test planner and simulator alone.
+EXTRAS ?= dev,profiles,cpu
 
 .PHONY: run test bench clean
 
@@ -11,7 +13,7 @@ test: $(VENV)/.test  ## Style, types, floors, laws, real data
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 bench: $(VENV)/.run  ## Speed of planning and of simulation, as ratios
 	$(BIN)/python -m benchmarks.planning
@@ -25,7 +27,7 @@ $(VENV)/.run: $(VENV)/bin/python pyproject.toml
 	touch $@
 
 $(VENV)/.test: $(VENV)/bin/python pyproject.toml
-	$(BIN)/pip install --quiet --editable '.[dev,profiles]'
+	$(BIN)/pip install --quiet --editable '.[$(EXTRAS)]'
 	touch $@ $(VENV)/.run
 
 clean:
