@@ -1,7 +1,7 @@
 """What experiments share: a setting, one policy carried out over the steps of a trace, the best static baseline."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -26,7 +26,7 @@ from sim.world import World
 Steps = Sequence[tuple[Workload, Outcome]]
 """The steps of a trace: what a planner may know, and what happens."""
 
-STATIC_RUNGS = 10
+STATIC_RUNGS = 8
 """Static numbers of actors that are tried for the best (chosen: a ladder in even ratios with both ends)."""
 
 
@@ -49,7 +49,7 @@ class Setting:
     window: int = DEFAULT_WINDOW
     """Epochs that length estimates look back on."""
     learner_gpus: int | None = None
-    """GPUs of the learner; None for the fewest that hold its training state."""
+    """GPUs of the learner; None for the fewest that hold its training state, or as many as `beside` says."""
     start: Start | None = None
     """How functions start; None for the policy's own way."""
     speed_noise: float = 0.0
@@ -141,6 +141,18 @@ def simulate(
     executor.close()
     reports = [record.report for record in records]
     return PolicyRun(records=tuple(records), summary=summarize(reports, setting.usd_per_gpu_hour))
+
+
+def beside(setting: Setting, name: str, baseline: PolicyRun) -> Setting:
+    """The setting in which policy `name` is compared with a baseline that reserves its GPUs.
+
+    Learning scales with GPUs here, so a serverless learner gets as many as the baseline's has, unless the user said
+    otherwise: the comparison is about generation, and learning then takes and costs the same on both sides.
+    """
+    reserved = baseline.reports[0].reserved_gpus
+    if setting.learner_gpus is not None or reserved == 0 or policy(name).hosting != "serverless":
+        return setting
+    return replace(setting, learner_gpus=reserved)
 
 
 def static_ladder(steps: Steps, setting: Setting) -> list[int]:

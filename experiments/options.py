@@ -42,7 +42,11 @@ Tau = Annotated[float, typer.Option("--tau", help="Share of an actor's responses
 Window = Annotated[int, typer.Option("--window", min=1, max=1000, help="Epochs that length estimates look back on.")]
 LearnerGpus = Annotated[
     int | None,
-    typer.Option("--learner-gpus", min=1, help="GPUs of the learner; default: the fewest that hold its state."),
+    typer.Option(
+        "--learner-gpus",
+        min=1,
+        help="GPUs of the learner; default: as many as a reserved baseline has, else the fewest that hold its state.",
+    ),
 ]
 StartMode = Annotated[str, typer.Option("--start", help="How serverless functions start: warm, prewarmed or cold.")]
 Noise = Annotated[float, typer.Option("--speed-noise", help="Spread (std of the log) of actors' true speeds, [0, 1).")]

@@ -8,7 +8,7 @@ import numpy as np
 import typer
 
 from experiments import options, perfetto, plots
-from experiments.bench import PolicyRun, Setting, Steps, best_static, bounds, simulate, static_ladder
+from experiments.bench import PolicyRun, Setting, Steps, beside, best_static, bounds, simulate, static_ladder
 from experiments.output import Cell, csv_text, json_text, out_folder, print_table, progress, write_atomic
 from rlhfless.accounting.metrics import Summary, compare, summarize
 from rlhfless.commands import run
@@ -85,7 +85,7 @@ def play(
             first = simulate(baseline, steps, setting, actors=actors, tick=tick)
         runs = {baseline: first}
         for name in others:
-            runs[name] = simulate(name, steps, setting, actors=actors, tick=tick)
+            runs[name] = simulate(name, steps, beside(setting, name, first), actors=actors, tick=tick)
     return runs, actors
 
 

@@ -9,7 +9,17 @@ from typing import Annotated
 import typer
 
 from experiments import options, perfetto, plots
-from experiments.bench import OWN_BEST, PolicyRun, Setting, Steps, best_static, bounds, simulate, static_ladder
+from experiments.bench import (
+    OWN_BEST,
+    PolicyRun,
+    Setting,
+    Steps,
+    beside,
+    best_static,
+    bounds,
+    simulate,
+    static_ladder,
+)
 from experiments.output import Cell, csv_text, json_text, out_folder, print_table, progress, write_atomic
 from rlhfless.accounting.metrics import Comparison, compare
 from rlhfless.commands import run
@@ -95,10 +105,11 @@ def measure(
         if name == BASELINE:
             continue
         try:
+            fair = beside(setting, name, baseline)
             if name in OWN_BEST:
-                runs[name] = best_static(name, steps, setting, tick)[1]
+                runs[name] = best_static(name, steps, fair, tick)[1]
             else:
-                runs[name] = simulate(name, steps, setting, actors=actors, tick=tick)
+                runs[name] = simulate(name, steps, fair, actors=actors, tick=tick)
         except InfeasibleError as error:
             left_out.append(f"{setting.cluster.gpus} GPUs, {name} left out: {error}")
     results = [
