@@ -213,7 +213,8 @@ def _whole(value: float) -> int:
 
 def _share(finished: IntArray, assigned: IntArray) -> FloatArray:
     # compared as a quotient, not with tau * assigned: 11 of 20 is exactly the float 0.55, while 0.55 * 20 is above 11
-    return finished / np.maximum(assigned, 1)
+    share: FloatArray = finished / np.maximum(assigned, 1)
+    return share
 
 
 class _Leaving(NamedTuple):
