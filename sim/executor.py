@@ -7,6 +7,7 @@ from itertools import cycle
 import numpy as np
 
 from rlhfless.errors import InputError
+from rlhfless.executor import Life
 from rlhfless.rng import stream
 from rlhfless.types.arrays import floats, ints
 from rlhfless.types.cluster import Cluster, ClusterState
@@ -15,7 +16,7 @@ from rlhfless.types.plan import Plan
 from rlhfless.types.report import SCHEMA, Activity, Counters, Phase, StepReport
 from rlhfless.types.workload import Workload
 from sim.engine import Batch, Engine, prefill_timer
-from sim.functions import Life, Starter
+from sim.functions import Starter
 from sim.generation import Actor, Generation
 from sim.network import Links
 from sim.world import World

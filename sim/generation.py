@@ -20,12 +20,12 @@ from typing import Literal
 import numpy as np
 import simpy
 
+from rlhfless.executor import Life
 from rlhfless.scheduler.migration import GenerationView, Migration, rule
 from rlhfless.types.arrays import IntArray, ints, seen
 from rlhfless.types.plan import MigrationSpec
 from rlhfless.types.report import Activity
 from sim.engine import Batch, Engine
-from sim.functions import Life
 from sim.network import Links
 
 State = Literal["working", "leaving", "gone"]

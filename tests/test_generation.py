@@ -5,10 +5,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from rlhfless.executor import Life
 from rlhfless.types.cluster import Cluster
 from rlhfless.types.plan import MigrationSpec
 from sim.engine import Batch, Engine, prefill_timer
-from sim.functions import Life
 from sim.generation import Actor, Generation
 from sim.network import Links
 from tests.profiles import tiny_profile
