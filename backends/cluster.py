@@ -1,0 +1,321 @@
+"""Processes on a Ray cluster: where engines run, how they start, stay warm and end.
+
+A process is one Ray actor with one engine on the GPUs that a plan names. It outlives an invocation where the plan wants
+warm starts: a warm pool is processes kept alive, so it holds its GPUs' memory between steps. At most one process is on
+a GPU; one whose GPUs are wanted otherwise is ended. Placement is by host, an actor at a time: a group of all of them
+would wait for the last and hold the rest.
+
+A private Ray ends with the process that has started it, also with one that is killed: its engines and servers within
+seconds, two small agents of Ray's own after a minute.
+"""
+
+import contextlib
+import os
+import select
+import shutil
+import signal
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from backends.engine_types import EngineConfig
+from backends.environment import Device, engine_env, require
+from backends.redis_server import check_url
+from backends.vllm_actor import VllmActor
+from rlhfless.errors import InfeasibleError, InputError, RlhflessError
+from rlhfless.types.cluster import Cluster
+
+OBJECT_STORE_BYTES = 80 << 20
+"""Shared memory of a private Ray (chosen, near its least): only reports go through it, and small ones do not."""
+THREADS = 4
+"""Calls that an actor answers at once: a poll that waits, one of an earlier turn, a drain that waits, and others."""
+END_S = 8.0
+"""Seconds that ended processes may take to vanish, before they are killed again (chosen: Ray asks for 5)."""
+LOOPBACK = "127.0.0.1"
+_LOOPBACK_SWITCH = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+"""Ray's own variable: 0 makes every part of a private Ray listen on loopback alone, as it does by default on laptops;
+on Linux its services would otherwise listen to everybody, and they ask for no password (seen with Ray 2.60)."""
+
+
+class StepError(RlhflessError):
+    """A step has failed as a whole. Nothing of it is left running, and it can be executed again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RayConfig:
+    """How a `RayExecutor` runs engines. Raises InputError for values that cannot be."""
+
+    model: str
+    """Folder with a Hugging Face model: config, tokenizer and safetensors."""
+    run_folder: Path
+    """Where weights are published; every host of the cluster must see it."""
+    device: Device = "cpu"
+    """cpu or cuda."""
+    dtype: str = "float32"
+    """Type of the weights in the engines."""
+    max_model_len: int
+    """Longest context, tokens."""
+    max_slots: int
+    """Responses that an engine runs at once, at most; a plan may ask for fewer."""
+    kv_cache_bytes: int | None
+    """KV memory of an engine; None leaves it to vLLM, on GPUs only."""
+    block_size: int = 32
+    """Tokens of a KV block."""
+    max_batched_tokens: int = 2048
+    """Tokens that an iteration computes at most."""
+    kv: Literal["redis", "none"] = "redis"
+    """How KV goes from one actor to another. With none, plans with a prefill actor are refused, and what moves is
+    computed again."""
+    redis_url: str | None = field(default=None, repr=False)
+    """Redis for KV; None starts a private one."""
+    ray_address: str | None = None
+    """Cluster to join; None uses the Ray that this process has joined, or starts a private one on loopback."""
+    ray_cpus: int | None = None
+    """CPUs of a private Ray; None for as many as the engines of all GPUs of the cluster ask for."""
+    actor_cpus: float = 1.0
+    """CPUs that an engine on CPUs asks Ray for. One on GPUs asks for the GPUs of its plan."""
+    temperature: float = 0.0
+    """0: greedy. Above: responses are sampled, each from its own seed."""
+    seed: int = 0
+    """Seed of the responses' seeds."""
+    start_timeout_s: float = 300.0
+    """Seconds from asking for a process to its first sign of life, weights included."""
+    hang_timeout_s: float = 120.0
+    """Seconds without an iteration after which an actor that has work counts as dead."""
+
+    def __post_init__(self) -> None:
+        if not (Path(self.model) / "config.json").is_file():
+            raise InputError(f"model {self.model} is not a folder with a Hugging Face model (no config.json)")
+        if self.kv not in ("redis", "none"):
+            raise InputError(f"kv {self.kv!r}: known are redis, none")
+        if self.redis_url is not None:
+            check_url(self.redis_url)
+        for name in ("actor_cpus", "start_timeout_s", "hang_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise InputError(f"{name} {getattr(self, name)} must be above 0")
+        if not self.temperature >= 0:
+            raise InputError(f"temperature {self.temperature} must be at least 0")
+        self.engine(tp=1, prefix_caching=True, kv_connector=None)
+
+    def engine(self, *, tp: int, prefix_caching: bool, kv_connector: dict[str, Any] | None) -> EngineConfig:
+        """Config of one engine."""
+        return EngineConfig(
+            model=self.model,
+            dtype=self.dtype,
+            device=self.device,
+            tp=tp,
+            max_model_len=self.max_model_len,
+            max_slots=self.max_slots,
+            kv_cache_bytes=self.kv_cache_bytes,
+            block_size=self.block_size,
+            max_batched_tokens=self.max_batched_tokens,
+            prefix_caching=prefix_caching,
+            kv_connector=kv_connector,
+        )
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Process:
+    """One Ray actor with an engine."""
+
+    actor: Any
+    """Ray's handle of a `VllmActor`."""
+    gpus: tuple[int, ...]
+    """GPUs of the cluster that it holds."""
+    engine: EngineConfig
+    """What it was built as."""
+    here: bool
+    """Whether it is on this machine."""
+    turn: int = 0
+    """Invocations that it has served."""
+    last_step: int = -1
+    """Execution in which it was last used."""
+    pid: int = 0
+    """Process id on its host; 0 until it has answered."""
+    pidfd: int = -1
+    """Handle of the process on this machine: unlike its id it can never come to mean another."""
+
+    def answered(self, pid: int) -> None:
+        """It lives, under this id."""
+        if self.pidfd < 0 and self.here:
+            with contextlib.suppress(OSError):  # died since
+                self.pidfd = os.pidfd_open(pid)
+        self.pid = pid
+
+    def kill(self) -> None:
+        """The signal that cannot be refused, where it can be sent."""
+        if self.pidfd >= 0:
+            with contextlib.suppress(OSError):
+                signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+
+
+class RayCluster:
+    """The processes of a run. At most one on a GPU."""
+
+    def __init__(self, cluster: Cluster, config: RayConfig) -> None:
+        """Join or start Ray. Raises InputError where it is missing or cannot be reached, or has fewer nodes than the
+        cluster has hosts."""
+        require("ray")
+        self._cluster, self._config = cluster, config
+        self._folder: Path | None = None
+        self._pool: dict[tuple[int, ...], Process] = {}
+        self._used: set[Process] = set()
+        self._ending: list[Process] = []
+        self._join()
+        try:
+            self._nodes = self._find_nodes()
+        except BaseException:
+            self.close()
+            raise
+
+    def take(self, gpus: tuple[int, ...], engine: EngineConfig) -> Process:
+        """A process on `gpus`: that of the pool if it fits, else a new one, which is then still starting."""
+        for process in [each for each in self._pool.values() if not set(gpus).isdisjoint(each.gpus)]:
+            del self._pool[process.gpus]
+            if process.gpus == gpus and process.engine == engine:
+                self._used.add(process)
+                return process
+            self.end(process)
+        process = self._start(gpus, engine)
+        self._used.add(process)
+        return process
+
+    def keep(self, process: Process) -> None:
+        """An idle process goes back to the pool."""
+        self._used.discard(process)
+        self._pool[process.gpus] = process
+
+    def end(self, process: Process, *, hangs: bool = False) -> None:
+        """Kill a process. Ray asks it first and waits 5 s, which is of no use with one that `hangs`."""
+        import ray
+
+        self._used.discard(process)
+        if hangs:
+            process.kill()
+        with contextlib.suppress(Exception):  # of a Ray that is gone itself, which takes its actors with it
+            ray.kill(process.actor, no_restart=True)
+        if process.pidfd >= 0:
+            self._ending.append(process)
+
+    def end_used(self) -> None:
+        """Kill what has been taken and not been given back: what a step that failed leaves."""
+        for process in list(self._used):
+            self.end(process)
+        self._await_ends()
+
+    def end_all(self) -> None:
+        """Kill every process and wait until those of this machine are gone."""
+        for process in [*self._used, *self._pool.values()]:
+            self.end(process)
+        self._pool.clear()
+        self._await_ends()
+
+    def pids(self) -> list[int]:
+        """Process ids of all that live and have answered."""
+        return [process.pid for process in [*self._used, *self._pool.values()] if process.pid]
+
+    def alive_hosts(self) -> list[bool]:
+        """Whether each host of the cluster has its node still."""
+        import ray
+
+        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        return [node in alive for node in self._nodes]
+
+    def close(self) -> None:
+        """End everything that was started here. May be called twice."""
+        import ray
+
+        self.end_all()
+        if self._folder is not None:
+            ray.shutdown()
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
+
+    # ---- inside
+
+    def _join(self) -> None:
+        if self._config.ray_address is None:
+            os.environ.setdefault(_LOOPBACK_SWITCH, "0")  # read when ray is imported
+        import ray
+
+        if ray.is_initialized():
+            return
+        quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
+        try:
+            if self._config.ray_address is not None:
+                ray.init(address=self._config.ray_address, **quiet)
+            else:
+                self._start_ray(quiet)
+        except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+            self.close()
+            raise InputError(f"Ray at {self._config.ray_address or 'this machine'}: {_first_line(error)}") from error
+
+    def _start_ray(self, quiet: dict[str, Any]) -> None:
+        import ray
+
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        ray._private.ray_constants.ENABLE_RAY_CLUSTER = os.environ[_LOOPBACK_SWITCH] != "0"  # if imported before
+        self._folder = Path(tempfile.mkdtemp(prefix="rlhfless-ray-", dir="/tmp"))  # sockets need a short path
+        cpus = self._cluster.gpus * self._config.actor_cpus if self._config.device == "cpu" else 1
+        ray.init(
+            num_cpus=self._config.ray_cpus or max(1, int(-(-cpus // 1))),
+            include_dashboard=False,
+            object_store_memory=OBJECT_STORE_BYTES,
+            _temp_dir=str(self._folder),
+            **quiet,
+        )
+        address = ray.nodes()[0]["NodeManagerAddress"]
+        if address != LOOPBACK:
+            raise InputError(f"a private Ray would listen on {address}: unset {_LOOPBACK_SWITCH}")
+
+    def _find_nodes(self) -> list[str]:
+        """Ray's node of each host; a single node carries them all."""
+        import ray
+
+        hosts = len(self._cluster.hosts)
+        alive = sorted(node["NodeID"] for node in ray.nodes() if node["Alive"])
+        if len(alive) == 1:
+            return alive * hosts
+        if len(alive) < hosts:
+            raise InputError(f"the cluster has {hosts} hosts, Ray has {len(alive)} nodes")
+        return alive[:hosts]
+
+    def _start(self, gpus: tuple[int, ...], engine: EngineConfig) -> Process:
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        hosts = {int(self._cluster.host_of[gpu]) for gpu in gpus}
+        if len(hosts) > 1:
+            raise InfeasibleError(f"an engine on GPUs {list(gpus)}: they are of several hosts")
+        node = self._nodes[hosts.pop()]
+        needs: dict[str, Any] = {"num_cpus": self._config.actor_cpus}
+        if self._config.device == "cuda":
+            needs = {"num_cpus": 0, "num_gpus": len(gpus)}
+        actor = (
+            ray.remote(VllmActor)
+            .options(
+                **needs,
+                max_concurrency=THREADS,
+                max_restarts=0,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+                runtime_env={"env_vars": engine_env(self._config.device)},
+            )
+            .remote(engine)
+        )
+        here = bool(node == ray.get_runtime_context().get_node_id())
+        return Process(actor=actor, gpus=gpus, engine=engine, here=here)
+
+    def _await_ends(self) -> None:
+        until_s = time.monotonic() + END_S
+        for process in self._ending:
+            if not select.select([process.pidfd], [], [], max(0.0, until_s - time.monotonic()))[0]:
+                process.kill()
+            os.close(process.pidfd)
+            process.pidfd = -1
+        self._ending.clear()
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error) or type(error).__name__).strip().splitlines()[0]

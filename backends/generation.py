@@ -1,0 +1,413 @@
+"""The generation phase of one step as its controller sees it: who owns each response, where it is, what is safe of it.
+
+The twin of `sim.generation`: the same rules at the same moments. Events go in (an actor can work, an actor reports, an
+actor has died), commands go out through a `Wire`. There is no Ray, no clock and no thread in here, so that every order
+of events can be tried in tests.
+
+Every unfinished response has one owner, the actor that is to finish it, and one place, the actor that has been sent it.
+The two differ while it leaves a place for its owner. Its tokens are safe here as far as they were reported; a place
+that dies takes the rest with it, and whoever goes on generates the same tokens again.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol
+
+import numpy as np
+
+from backends.engine_types import EngineCounters, EngineError, Finished, FinishReason, Partial, Request
+from backends.vllm_actor import NO_COUNTERS, Update
+from rlhfless.scheduler.migration import GenerationView, Migration, rule
+from rlhfless.types.arrays import IntArray, ints
+from rlhfless.types.plan import MigrationSpec
+
+State = Literal["working", "leaving", "gone"]
+End = Literal["done", "cut", "dead"]
+
+NOWHERE = -1
+"""Place of a response that has ended."""
+
+
+class Wire(Protocol):
+    """What a generation asks of its actors. Nothing is answered: what comes of it is an event."""
+
+    def submit(self, actor: int, requests: Sequence[Request]) -> None:
+        """Send responses to an actor that has begun."""
+        ...
+
+    def drain(self, actor: int) -> None:
+        """Have an actor give up all that it has not finished."""
+        ...
+
+    def release(self, actor: int, end: End) -> None:
+        """An actor has nothing more to do: all its responses have ended, a rule has cut it, or it has died."""
+        ...
+
+    def revive(self, actor: int) -> None:
+        """Start a new process in the place of an actor that has died, since no other is left."""
+        ...
+
+
+@dataclass(slots=True, kw_only=True)
+class Actor:
+    """A decode actor at work."""
+
+    index: int
+    """Number in the plan."""
+    slots: int
+    """Responses that it runs at once."""
+    state: State = "working"
+    """working: takes and decodes responses. leaving: a rule has cut it, it is being drained. gone."""
+    begun: bool = False
+    """Whether it can be sent responses."""
+    offset_s: float = 0.0
+    """What its clock must be given to read like ours."""
+    base: EngineCounters = NO_COUNTERS
+    """Its engine's totals when it began."""
+    counters: EngineCounters = NO_COUNTERS
+    """The latest."""
+    accepted_tokens: int = 0
+    """Tokens that it has generated and that are safe here."""
+    first_token_s: float | None = None
+    """When it had generated its first token, by our clock."""
+    last_token_s: float | None = None
+    """When it had generated the last that is known."""
+    over_s: float | None = None
+    """When it had given up what it had not finished."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Response:
+    """What is known of a response."""
+
+    request: Request
+    """As it is to be generated from the start."""
+    tokens: list[int]
+    """Generated and safe, at places that it has left."""
+    logprobs: list[float]
+    """Theirs."""
+    here: list[int]
+    """Reported by the place where it is."""
+    here_logprobs: list[float]
+    """Theirs."""
+    count: int = 0
+    """Tokens that the place where it is has generated, reported in full or not."""
+    first_s: float | None = None
+    """First admission, by our clock."""
+    end_s: float = 0.0
+    """Last token, by our clock."""
+    cached_tokens: int | None = None
+    """Prompt tokens that were not computed at first admission."""
+    finish_reason: FinishReason = "length"
+    """Why it ended."""
+    version: str = ""
+    """Weights that generated it."""
+
+    @property
+    def context_tokens(self) -> int:
+        return len(self.request.token_ids) + len(self.tokens) + self.count
+
+    def continued(self) -> Request:
+        """What is left to do."""
+        if not self.tokens:
+            return self.request
+        return replace(
+            self.request,
+            token_ids=[*self.request.token_ids, *self.tokens],
+            generated=len(self.tokens),
+            max_tokens=self.request.max_tokens - len(self.tokens),
+        )
+
+    def keep(self, tokens: Iterable[int], logprobs: Iterable[float]) -> None:
+        """It leaves its place with these tokens."""
+        self.tokens += tokens
+        self.logprobs += logprobs
+        self.here, self.here_logprobs, self.count = [], [], 0
+
+
+class Generation:
+    """Decoding of one step. It is over when `left` is 0."""
+
+    def __init__(
+        self,
+        migration: MigrationSpec | None,
+        requests: Sequence[Request],
+        shares: Sequence[Sequence[int]],
+        slots: Sequence[int],
+        version: str,
+        wire: Wire,
+    ) -> None:
+        """`shares`: responses of each actor in the order of their admission; `version`: weights to be drawn from."""
+        self.rule = rule(migration) if migration else None
+        self.version, self.wire = version, wire
+        self.responses = [
+            _Response(request=request, tokens=[], logprobs=[], here=[], here_logprobs=[]) for request in requests
+        ]
+        self.actors = [Actor(index=index, slots=count) for index, count in enumerate(slots)]
+        self.left = len(requests)
+        self.actor_of = [0] * self.left
+        self.moves = [0] * self.left
+        self.cuts = self.failures = 0
+        self.computed_tokens = self.continued_tokens = self.recomputed_tokens = 0
+        self.generated_tokens = self.preemptions = 0
+        self._owner = [0] * self.left
+        self._place = [0] * self.left
+        self._owned: list[set[int]] = [set(share) for share in shares]
+        self._at: list[dict[int, None]] = [dict.fromkeys(share) for share in shares]  # in order of admission
+        for index, share in enumerate(shares):
+            for response in share:
+                self._owner[response] = self._place[response] = index
+        self._assigned = np.array([len(share) for share in shares], dtype=np.int64)
+        self._finished = np.zeros(len(shares), dtype=np.int64)
+        self._held, self._room = np.zeros_like(self._finished), np.zeros_like(self._finished)
+        self._stale = set(range(len(shares)))  # actors of which more is known than _held and _room say
+
+    # ---- events
+
+    def begin(self, index: int, counters: EngineCounters, offset_s: float = 0.0) -> None:
+        """An actor can work from now on; its engine's totals so far."""
+        actor = self.actors[index]
+        assert actor.state == "working", "begun without need"
+        self._stale.add(index)
+        actor.begun, actor.base, actor.counters, actor.offset_s = True, counters, counters, offset_s
+        self._submit(actor, list(self._at[index]))
+        self._end_if_idle(actor)
+
+    def update(self, index: int, update: Update) -> None:
+        """An actor reports. Raises EngineError where it has drawn from other weights than it was told to."""
+        actor = self.actors[index]
+        assert actor.state != "gone", "a report of an actor that was released"
+        actor.counters = update.counters
+        self._stale.add(index)
+        for one in update.finished:
+            self._finish(actor, one)
+        for response, count in update.progress.items():
+            if self._place[response] == index:
+                self.responses[response].count = count
+                self._stale.add(self._owner[response])
+        for response, partial in update.report.items():
+            if self._place[response] == index:
+                self._note(actor, response, partial)
+                self.responses[response].here += partial.tokens
+                self.responses[response].here_logprobs += partial.logprobs
+        if update.over is not None:
+            actor.over_s = update.at_s + actor.offset_s
+        if update.over == "failed":
+            self.fail(index, update.given_up)
+        elif update.over == "drained":
+            self._leave(actor, update.given_up)
+        if update.finished and self.left and self.rule is not None:
+            self._decide()
+        self._end_if_idle(actor)
+
+    def fail(self, index: int, given_up: Mapping[int, Partial] | None = None) -> None:
+        """An actor has died, before it began or later; `given_up` is what could be saved of it, else its reports."""
+        actor = self.actors[index]
+        assert actor.state != "gone", "an actor that dies twice"
+        self.failures += 1
+        self._stale.add(index)
+        here = self._collect(actor, given_up or {})
+        self._account(actor, alive=False)
+        actor.state = "gone"
+        self.wire.release(index, "dead")
+        heirs = [other for other in self.actors if other.state == "working"]
+        if self._owned[index] and not heirs:
+            self._revive(actor, here)
+            return
+        for response in sorted(self._owned[index]):
+            self._give(response, min(heirs, key=lambda other: int(self._unfinished[other.index])))
+        self._send(here)
+
+    def here(self, index: int) -> int:
+        """Responses that an actor has been sent, or would have been, and has not finished."""
+        return len(self._at[index])
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is a response to finish, or an actor to drain."""
+        return self.left > 0 or any(actor.state == "leaving" for actor in self.actors)
+
+    # ---- inside
+
+    @property
+    def _unfinished(self) -> IntArray:
+        return ints(self._assigned - self._finished)
+
+    def _finish(self, actor: Actor, one: Finished) -> None:
+        number, index = one.response, actor.index
+        assert self._place[number] == index, "a response that ends where it is not"
+        if one.weight_version != self.version:
+            raise EngineError(f"response {number} was drawn from weights {one.weight_version}, not {self.version}")
+        response = self.responses[number]
+        self._note(actor, number, one.done)
+        actor.accepted_tokens += len(one.done.tokens)
+        response.keep(one.done.tokens, one.done.logprobs)
+        assert one.done.last_token_s is not None
+        response.end_s = one.done.last_token_s + actor.offset_s
+        response.finish_reason, response.version = one.finish_reason, one.weight_version
+        self.actor_of[number], self._place[number] = index, NOWHERE
+        del self._at[index][number]
+        owner = self._owner[number]
+        self._owned[owner].discard(number)
+        self._stale.add(owner)
+        if owner != index:  # it was about to leave
+            self._assigned[owner] -= 1
+            self._assigned[index] += 1
+            self._end_if_idle(self.actors[owner])
+        self._finished[index] += 1
+        self.left -= 1
+
+    def _note(self, actor: Actor, number: int, partial: Partial) -> None:
+        """Times and cache hits that come with tokens."""
+        response = self.responses[number]
+        if partial.first_token_s is None or partial.last_token_s is None or partial.admitted_s is None:
+            return
+        first_s, last_s = partial.first_token_s + actor.offset_s, partial.last_token_s + actor.offset_s
+        actor.first_token_s = first_s if actor.first_token_s is None else min(first_s, actor.first_token_s)
+        actor.last_token_s = last_s if actor.last_token_s is None else max(last_s, actor.last_token_s)
+        if response.first_s is None:
+            response.first_s = partial.admitted_s + actor.offset_s
+            response.cached_tokens = partial.cached_tokens
+
+    def _collect(self, actor: Actor, given_up: Mapping[int, Partial]) -> list[int]:
+        """Everything leaves a place: with what is given up, else with what was reported."""
+        here = list(self._at[actor.index])
+        for number in here:
+            response, partial = self.responses[number], given_up.get(number)
+            if partial is None or len(partial.tokens) < len(response.here):
+                tokens, logprobs = response.here, response.here_logprobs
+            else:
+                tokens, logprobs = list(partial.tokens), list(partial.logprobs)
+                self._note(actor, number, partial)
+            actor.accepted_tokens += len(tokens)
+            response.keep(tokens, logprobs)
+        self._at[actor.index].clear()
+        return here
+
+    def _account(self, actor: Actor, alive: bool) -> None:
+        """Add an actor's totals to those of the step, once it is over."""
+        last, base = actor.counters, actor.base
+        continued = last.continued_tokens - base.continued_tokens
+        self.computed_tokens += last.computed_tokens - base.computed_tokens - continued
+        self.recomputed_tokens += last.recomputed_tokens - base.recomputed_tokens + continued
+        self.preemptions += last.preemptions - base.preemptions
+        # what a dead one has generated beyond its reports is lost
+        self.generated_tokens += last.generated_tokens - base.generated_tokens if alive else actor.accepted_tokens
+
+    def _end_if_idle(self, actor: Actor) -> None:
+        index = actor.index
+        if actor.state == "working" and actor.begun and not self._owned[index]:
+            assert not self._at[index], "a response without an owner"
+            self._account(actor, alive=True)
+            self._stale.add(index)
+            actor.state = "gone"
+            self.wire.release(index, "done")
+
+    def _leave(self, actor: Actor, given_up: Mapping[int, Partial]) -> None:
+        assert actor.state == "leaving", "drained without a cut"
+        here = self._collect(actor, given_up)
+        self._account(actor, alive=True)
+        actor.state = "gone"
+        self.wire.release(actor.index, "cut")
+        self._send(here)
+
+    def _send(self, numbers: Sequence[int]) -> None:
+        """Responses that have left their place go to their owners."""
+        by_owner: dict[int, list[int]] = defaultdict(list)
+        for number in numbers:
+            self.moves[number] += 1
+            by_owner[self._owner[number]].append(number)
+        self._stale |= by_owner.keys()
+        for owner, sent in by_owner.items():
+            for number in sent:
+                self._place[number] = owner
+                self._at[owner][number] = None
+            if self.actors[owner].begun:
+                self._submit(self.actors[owner], sent)
+
+    def _submit(self, actor: Actor, numbers: Sequence[int]) -> None:
+        if numbers:
+            self.wire.submit(actor.index, [self.responses[number].continued() for number in numbers])
+
+    def _give(self, number: int, to: Actor) -> None:
+        """Another actor is to finish a response."""
+        owner = self._owner[number]
+        self._owned[owner].discard(number)
+        self._assigned[owner] -= 1
+        self._stale |= {owner, to.index}
+        self._owner[number] = to.index
+        self._owned[to.index].add(number)
+        self._assigned[to.index] += 1
+
+    def _revive(self, actor: Actor, here: Sequence[int]) -> None:
+        index = actor.index
+        self.actors[index] = Actor(index=index, slots=actor.slots)
+        for number in here:
+            self._place[number] = index
+            self._at[index][number] = None
+        self.wire.revive(index)
+
+    def _decide(self) -> None:
+        assert self.rule is not None
+        unfinished = self._unfinished
+        assigned, finished = ints(self._assigned), ints(self._finished)
+        if not self.rule.triggered(assigned, finished, unfinished):
+            return
+        for index in self._stale:
+            self._look_at(index)
+        self._stale.clear()
+        slotted = [actor.counters.running if actor.state == "working" else 0 for actor in self.actors]
+        running = np.minimum(slotted, unfinished)
+        view = GenerationView(
+            assigned=assigned,
+            finished=finished,
+            running=ints(running),
+            waiting=ints(unfinished - running),
+            open_slots=ints([max(a.slots - u, 0) if u else 0 for a, u in zip(self.actors, unfinished, strict=True)]),
+            tokens_generated=ints([a.counters.generated_tokens - a.base.generated_tokens for a in self.actors]),
+            context_tokens=ints(self._held),
+            kv_headroom_tokens=ints(self._room),
+            unfinished=self._contexts,
+            cuts_so_far=self.cuts,
+        )
+        by_source: dict[int, list[Migration]] = defaultdict(list)
+        for migration in self.rule.decide(view):
+            by_source[migration.source].append(migration)
+        for source, migrations in by_source.items():
+            self._cut(self.actors[source], migrations)
+
+    def _context(self, number: int) -> int:
+        return self.responses[number].context_tokens
+
+    def _contexts(self, index: int) -> tuple[IntArray, IntArray]:
+        """Responses that an actor owns, those on their way to it included, and their contexts in tokens."""
+        left = sorted(self._owned[index])
+        return ints(left), ints([self._context(number) for number in left])
+
+    def _look_at(self, index: int) -> None:
+        """What a rule sees of an actor's KV: the context that it is to hold, and room that nothing uses or is promised.
+
+        A response counts as using KV once it has generated where it is.
+        """
+        actor, held, promised = self.actors[index], 0, 0
+        for number in self._owned[index]:
+            context = self._context(number)
+            held += context
+            if self._place[number] != index or self.responses[number].count == 0:
+                promised += context
+        working = actor.begun and actor.state == "working"
+        self._held[index] = held
+        self._room[index] = max(0, actor.counters.headroom_tokens - promised) if working else 0
+
+    def _cut(self, actor: Actor, migrations: Sequence[Migration]) -> None:
+        """A rule ends an actor: the owners change now, the responses leave when it has been drained."""
+        for migration in migrations:
+            self._give(migration.response, self.actors[migration.target])
+        assert not self._owned[actor.index], "a rule moves all or none of an actor's responses"
+        self.cuts += 1
+        actor.state = "leaving"
+        if actor.begun and self._at[actor.index]:
+            self.wire.drain(actor.index)
+        else:  # nothing of it has been started
+            self._leave(actor, {})

@@ -1,0 +1,243 @@
+"""What runs in a Ray worker process: one engine, and a thread that feeds it and keeps what it hands over.
+
+A controller speaks to it in turns, one a function invocation: `begin` brings the weights, `submit` adds responses,
+`poll` hands over what has happened, `drain` gives up all that is unfinished. Whatever happens to a response comes back
+through `poll`, in order and once, so that a controller has one stream an actor to follow. Calls of an earlier turn do
+nothing: an invocation that is over cannot reach into the next one.
+
+This module loads without ray and vllm.
+"""
+
+import gc
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from backends import kv_transfer
+from backends.engine import StepEngine
+from backends.engine_types import EngineConfig, EngineCounters, EngineError, Finished, Partial, Request
+from backends.weight_sync import Published, load, require_version
+from rlhfless.errors import RlhflessError
+
+POLL_S = 0.25
+"""Seconds that a poll waits for something to happen (chosen: it also paces reports, and with 100 actors a controller
+answers 400 idle polls a second at some 0.3 ms each)."""
+REPORT_S = 0.25
+"""Least seconds between reports of unfinished responses' tokens (chosen: an actor that dies loses at most these)."""
+PUMP_S = 1.0
+"""Seconds that the feeding thread waits before it looks whether the engine is still there (chosen; it also returns at
+once when a response ends)."""
+
+NOTHING = Partial(
+    tokens=(), logprobs=(), cached_tokens=0, admitted_s=None, first_token_s=None, last_token_s=None
+)  # fmt: skip
+"""Of a response that has not reached the engine."""
+NO_COUNTERS = EngineCounters()
+"""Of an engine that has done nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Begun:
+    """An actor can work. Times are time.monotonic() of its host."""
+
+    pid: int
+    """Its process."""
+    ready_s: float
+    """When the process was up."""
+    loaded_s: float
+    """When it had the weights."""
+    counters: EngineCounters
+    """The engine's totals before this turn's work."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    """What has happened since the last one."""
+
+    finished: tuple[Finished, ...] = ()
+    """Responses that have ended."""
+    progress: dict[int, int] = field(default_factory=dict)
+    """Unfinished response in the engine -> tokens generated here so far."""
+    report: dict[int, Partial] = field(default_factory=dict)
+    """Unfinished responses, tokens and logprobs only those since the last report; at most one every REPORT_S."""
+    over: Literal["drained", "failed"] | None = None
+    """Whether the actor has given up what it had not finished, and why; it takes nothing more in this turn."""
+    given_up: dict[int, Partial] = field(default_factory=dict)
+    """Once over: every response that it had not finished, with all that it has generated of it."""
+    at_s: float = 0.0
+    """When it was over, else now; time.monotonic() of its host."""
+    error: str = ""
+    """What has failed."""
+    counters: EngineCounters = NO_COUNTERS
+    """The engine's totals."""
+
+
+class VllmActor:
+    """One engine for one invocation after the other. Methods may be called from several threads."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        """Build the engine. Raises what `StepEngine` raises."""
+        gc.disable()  # importing vLLM makes a million objects that stay: 4.8 s of processor time, not 6.0 (measured)
+        self._engine = StepEngine(config)
+        gc.freeze()
+        gc.enable()
+        self._changed = threading.Condition()
+        # all that follows is guarded by _changed
+        self._turn = 0
+        self._slots = 0
+        self._received = 0
+        self._queue: deque[Request] = deque()
+        self._live: set[int] = set()
+        self._finished: list[Finished] = []
+        self._reported: dict[int, int] = {}
+        self._reported_s = 0.0
+        self._given_up: dict[int, Partial] | None = None
+        self._over_s = 0.0
+        self._error = ""
+        self._counters = self._engine.counters()
+        threading.Thread(target=self._pump, name="pump", daemon=True).start()
+
+    def begin(self, turn: int, version: str, published: Published | None, slots: int, fresh: bool) -> Begun:
+        """Start a turn, above all earlier ones: from now on at most `slots` responses at once, drawn from `version`.
+
+        Loads `published` where the engine has other weights; None stands for those that the model's folder holds.
+        `fresh` forgets cached KV. Raises EngineError while responses of an earlier turn run, and what
+        `backends.weight_sync.load` raises.
+        """
+        ready_s, engine = time.monotonic(), self._engine
+        with self._changed:
+            if self._live or self._queue or self._error:
+                raise EngineError(self._error or f"{len(self._live) + len(self._queue)} responses still run")
+            self._turn, self._slots, self._received = turn, slots, 0
+            self._finished, self._reported, self._given_up = [], {}, None
+            self._changed.notify_all()
+            if engine.weight_version == version:
+                if fresh:
+                    engine.reset_prefix_cache()
+            elif published is None:
+                engine.reset_prefix_cache()
+                kv_transfer.set_namespace(version)
+                engine.set_weight_version(version)
+            else:
+                load(engine, published)
+            require_version(engine, version)
+            return Begun(pid=os.getpid(), ready_s=ready_s, loaded_s=time.monotonic(), counters=engine.counters())
+
+    def submit(self, turn: int, requests: Sequence[Request]) -> None:
+        """Queue responses; they are admitted in this order. What goes wrong comes with the next poll."""
+        with self._changed:
+            if turn == self._turn:
+                self._received += len(requests)
+                self._queue.extend(requests)
+                self._safely_feed()
+                self._changed.notify_all()
+
+    def poll(self, turn: int, timeout_s: float) -> Update:
+        """What has happened; waits up to `timeout_s` for a response to end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._finished or self._is_over or turn != self._turn, timeout_s)
+            return self._update() if turn == self._turn else Update()
+
+    def drain(self, turn: int, sent: int) -> None:
+        """Give up all that is unfinished, once the `sent` responses of this turn have come; a poll hands it over.
+
+        A response that has ended in the meantime is handed over as finished.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._received >= sent or self._error or turn != self._turn)
+            if turn != self._turn or self._error:
+                return
+            try:
+                partials = self._engine.abort(self._live)
+            except EngineError as error:
+                self._fail(error)
+            else:
+                self._live -= partials.keys()  # what is left has ended, and is on its way through the pump
+                self._give_up(partials)
+            self._changed.notify_all()
+
+    # ---- inside
+
+    @property
+    def _is_over(self) -> bool:
+        return self._given_up is not None and not self._live
+
+    def _pump(self) -> None:
+        try:
+            while True:
+                finished = self._engine.poll(PUMP_S)
+                with self._changed:
+                    if self._error:
+                        return  # all that was unfinished has been given up, and may run elsewhere by now
+                    self._finished += finished
+                    self._live.difference_update(one.response for one in finished)
+                    self._feed()
+                    self._changed.notify_all()
+        except RlhflessError as error:
+            with self._changed:
+                self._fail(error)
+                self._changed.notify_all()
+
+    def _feed(self) -> None:
+        count = min(len(self._queue), self._slots - len(self._live))
+        if count > 0:
+            requests = [self._queue.popleft() for _ in range(count)]
+            self._live.update(request.response for request in requests)
+            self._engine.submit(requests)
+
+    def _safely_feed(self) -> None:
+        try:
+            self._feed()
+        except RlhflessError as error:
+            self._fail(error)
+
+    def _fail(self, error: RlhflessError) -> None:
+        """The engine is of no further use; what it has generated is."""
+        if not self._error:
+            self._error = str(error)
+            partials = self._engine.salvage()
+            ended = {one.response for one in self._finished}
+            for response in self._live - partials.keys() - ended:
+                partials[response] = NOTHING
+            self._live.clear()
+            self._give_up(partials)
+
+    def _give_up(self, partials: dict[int, Partial]) -> None:
+        self._given_up = {**partials, **{request.response: NOTHING for request in self._queue}}
+        self._queue.clear()
+        self._over_s = time.monotonic()
+
+    def _update(self) -> Update:
+        now_s, progress = time.monotonic(), dict[int, int]()
+        finished, self._finished = tuple(self._finished), []
+        if not self._error:
+            with suppress(EngineError):  # it has just failed; the pump will say so
+                progress, self._counters = self._engine.progress(), self._engine.counters()
+        if self._is_over:
+            given_up, self._given_up = self._given_up or {}, {}
+            return Update(
+                finished=finished,
+                over="failed" if self._error else "drained",
+                given_up=given_up,
+                at_s=self._over_s,
+                error=self._error,
+                counters=self._counters,
+            )
+        report = self._report() if now_s - self._reported_s >= REPORT_S else {}
+        return Update(finished=finished, progress=progress, report=report, at_s=now_s, counters=self._counters)
+
+    def _report(self) -> dict[int, Partial]:
+        self._reported_s = time.monotonic()
+        before, report = self._reported, {}
+        partials = self._engine.salvage()
+        for response, partial in partials.items():
+            told = before.get(response, 0)
+            if len(partial.tokens) > told:
+                report[response] = replace(partial, tokens=partial.tokens[told:], logprobs=partial.logprobs[told:])
+        self._reported = {response: len(partial.tokens) for response, partial in partials.items()}
+        return report

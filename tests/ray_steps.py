@@ -1,0 +1,173 @@
+"""A small Ray cluster with tiny engines, for tests: workloads, plans, and what a step must have left behind."""
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlhfless.rng import stream
+from rlhfless.scheduler.planner import Planner
+from rlhfless.types.arrays import ints
+from rlhfless.types.cluster import Cluster
+from rlhfless.types.outcome import Outcome
+from rlhfless.types.plan import Plan
+from rlhfless.types.profile import Profile
+from rlhfless.types.workload import Workload
+from tests.profiles import tiny_profile
+
+_PACKAGES = [name for name in ("ray", "vllm", "redis", "transformers") if importlib.util.find_spec(name) is None]
+MISSING = _PACKAGES + ([] if shutil.which("redis-server") else ["redis-server"])
+real = pytest.mark.skipif(bool(MISSING), reason=f"needs {', '.join(MISSING)}: pip install 'rlhfless[cpu]'")
+
+GPUS, SLOTS, BLOCK, HEADER = 3, 16, 32, 32
+CLUSTER = Cluster.uniform("cpu", GPUS, 8)
+TRIES = 6
+"""Steps after which a test gives up waiting for a cut: whether one falls depends on how fast engines happen to be."""
+
+
+def profile() -> Profile:
+    return tiny_profile(gpu="cpu", kv_capacity_tokens=8000, max_slots=SLOTS)
+
+
+def workload(step: int, *, prompts: int = 12, n: int = 2, cap: int = 80) -> Workload:
+    """Prompts of whole blocks and one token, all with the same first block, every third twice."""
+    rng = stream(5, "ray", step)
+    header, made = rng.integers(5, 90, HEADER), []
+    for prompt in range(prompts):
+        if prompt % 3 == 2:
+            made.append(made[-1])
+        else:
+            made.append(np.concatenate([header, rng.integers(5, 90, BLOCK * int(rng.integers(1, 4)) + 1)]))
+    return Workload(
+        step=step,
+        epoch=step,
+        algorithm="grpo",
+        prompt_ids=np.arange(prompts),
+        prompt_tokens=ints([prompt.size for prompt in made]),
+        responses_per_prompt=n,
+        max_response_tokens=cap,
+        prompts=tuple(ints(prompt) for prompt in made),
+    )
+
+
+def lengths(work: Workload) -> Outcome:
+    """Skewed lengths up to the cap."""
+    rng = stream(5, "lengths", work.step)
+    drawn = np.minimum(rng.lognormal(3.0, 0.8, (work.size, work.responses_per_prompt)).astype(int) + 1, 10**6)
+    return Outcome(response_tokens=ints(np.minimum(drawn, work.max_response_tokens)))
+
+
+def plan(policy: str, work: Workload, *, actors: int = 2, tau: float = 0.3, **options: Any) -> Plan:
+    """A plan whose prefill actor shares a GPU with decode actor 0."""
+    if policy == "rlhfless":
+        options |= {"min_actors": actors, "max_actors": actors}
+    else:
+        options["actors"] = actors
+    planner = Planner(policy, profile(), CLUSTER, learner_gpus=1, tau=tau, **options)
+    return planner.plan(work, state())
+
+
+def state() -> Any:
+    from rlhfless.types.cluster import ClusterState
+
+    return ClusterState(time_s=0.0, free_gpus=ints(np.arange(GPUS)))
+
+
+def make_model(folder: Path) -> Path:
+    """The tiny model, made by a process of its own: pytest's has no vLLM or torch in it."""
+    code = "import sys, pathlib; from backends.tiny import make_tiny; make_tiny(pathlib.Path(sys.argv[1]), seed=1)"
+    subprocess.run([sys.executable, "-c", code, str(folder)], check=True, capture_output=True)
+    return folder
+
+
+def config(model: Path, run_folder: Path, **changes: Any) -> Any:
+    from backends.cluster import RayConfig
+
+    values: dict[str, Any] = {
+        "model": str(model),
+        "run_folder": run_folder,
+        "max_model_len": 512,
+        "max_slots": SLOTS,
+        "kv_cache_bytes": 32 << 20,
+        "block_size": BLOCK,
+        "temperature": 1.0,
+        "seed": 11,
+    }
+    return RayConfig(**(values | changes))
+
+
+@contextmanager
+def executor(model: Path, run_folder: Path, **changes: Any) -> Iterator[Any]:
+    """A `RayExecutor` on a private Ray, of which nothing is left at the end."""
+    from backends.ray_executor import RayExecutor
+
+    made = RayExecutor(CLUSTER, config(model, run_folder, **changes))
+    pids: list[int] = []
+    try:
+        yield made
+        pids = made.pids()
+    finally:
+        made.close()
+        made.close()
+    assert_gone(pids)
+    assert ray_processes() == []
+
+
+def execute_until_cut(executor: Any, made: Plan, work: Workload) -> Any:
+    """The report of the first of a few executions in which responses have moved."""
+    for _ in range(TRIES):
+        report = executor.execute(made, work)
+        if report.counters.moves:
+            return report
+    pytest.fail(f"no response has moved in {TRIES} steps")
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; one that is dead and waits for its parent does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def assert_gone(pids: list[int]) -> None:
+    left = [pid for pid in pids if alive(pid)]
+    assert not left, f"processes {left} still run"
+
+
+def family() -> list[int]:
+    """Processes that descend from this one."""
+    everyone = [int(each.name) for each in Path("/proc").iterdir() if each.name.isdigit()]
+    return [pid for pid in everyone if _descends(pid)]
+
+
+def ray_processes() -> list[str]:
+    """What of Ray descends from this process and runs."""
+    found = []
+    for pid in family():
+        try:
+            line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if alive(pid) and ("ray::" in line or "/ray/" in line):
+            found.append(line)
+    return found
+
+
+def _descends(pid: int) -> bool:
+    try:
+        while pid > 1:
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+            if pid == os.getpid():
+                return True
+    except (FileNotFoundError, ProcessLookupError):
+        pass
+    return False

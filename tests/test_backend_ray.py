@@ -1,0 +1,267 @@
+"""Plans on real engines: the same plans and the same laws as in simulation, and outputs that no cut changes."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlhfless.driver import StepRecord
+from rlhfless.errors import InfeasibleError, InputError, PlanError, RlhflessError
+from rlhfless.types.arrays import ints
+from rlhfless.types.outcome import Outcome
+from rlhfless.types.plan import Plan
+from rlhfless.types.report import StepReport
+from rlhfless.types.workload import Workload
+from sim.executor import SimExecutor
+from sim.world import World
+from tests import ray_steps
+from tests.ray_steps import (
+    CLUSTER,
+    GPUS,
+    HEADER,
+    alive,
+    assert_gone,
+    execute_until_cut,
+    lengths,
+    plan,
+    real,
+    workload,
+)
+from tests.test_laws import check_bill, check_causality, check_delivery, check_gpus
+
+pytestmark = [pytest.mark.slow, real]
+POLICIES = ("raw", "dp", "dp+pa", "rlhfless", "rlhfuse")
+EOS = 1
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return ray_steps.make_model(tmp_path_factory.mktemp("ray") / "model")
+
+
+@pytest.fixture(scope="module")
+def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    with ray_steps.executor(model, tmp_path_factory.mktemp("run")) as made:
+        yield made
+
+
+@pytest.fixture
+def executor(cluster: Any) -> Iterator[Any]:
+    """The module's executor; what a test changes of it is put back."""
+    before = cluster.config
+    yield cluster
+    cluster.config, cluster.lengths, cluster.rewards = before, None, None
+
+
+def simulated(made: Plan, work: Workload) -> StepReport:
+    world = World(profile=ray_steps.profile(), outcome_of=lengths)
+    return SimExecutor(cluster=CLUSTER, world=world).execute(made, work)
+
+
+def check(made: Plan, report: StepReport, outcome: Outcome) -> None:
+    """The laws that hold for every step, simulated or real."""
+    record = StepRecord(plan=made, report=report, planning_s=0.0)
+    check_delivery(record, outcome)
+    check_gpus(report, GPUS)
+    check_bill(report)
+    check_causality(record)
+    assert StepReport.from_json(report.to_json()).to_json() == report.to_json()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_plan_keeps_the_laws_in_simulation_and_on_engines(executor: Any, policy: str) -> None:
+    work = workload(POLICIES.index(policy))
+    made = plan(policy, work)
+    executor.lengths, executor.rewards = lengths, lambda _, results: [len(one.tokens) for one in results]
+    version = executor.weight_version
+    twin, report = simulated(made, work), executor.execute(made, work)
+    for each in (twin, report):
+        check(made, each, lengths(work))
+    assert report.tokens.tolist() == twin.tokens.tolist() == executor.scores.tolist()
+    functions, same = ({(i.function, i.gpus) for i in each.invocations} for each in (report, twin))
+    assert functions == {(function, gpus) for function, gpus in same if function != "reference"}
+    for number, one in enumerate(executor.results):
+        assert one.weight_version == version
+        assert one.logprobs.shape == one.tokens.shape == (report.tokens[number],)
+        assert (one.logprobs <= 0).all()
+    assert executor.weight_version == str(int(version) + 1)
+    assert not report.counters.failures
+    assert report.counters.preemptions == 0
+    if made.migration is not None:
+        report = execute_until_cut(executor, made, work)
+        check(made, report, lengths(work))
+        assert report.counters.cuts == 1
+        assert report.counters.moves == report.moves.sum() > 0
+
+
+def test_each_distinct_prefix_is_computed_once_over_all_actors(executor: Any) -> None:
+    """By vLLM's own count: whole blocks are shared, so each response is left with the one token beyond them."""
+    work = workload(20)
+    executor.lengths = lengths
+    made = plan("dp", work)
+    counters = executor.execute(made, work).counters
+    assert made.prefill is not None
+    assert work.prompts is not None
+    distinct = {tuple(prompt.tolist()) for prompt in work.prompts}
+    assert len(distinct) == made.prefill.distinct == 8
+    once = HEADER + sum(len(prompt) - HEADER for prompt in distinct)
+    assert counters.prefill_tokens == once
+    assert counters.decode_prefill_tokens == work.responses
+    assert counters.recomputed_tokens == 0
+    cached = [one.cached_tokens for one in executor.results]
+    assert cached == [int(work.prompt_tokens[response // 2]) - 1 for response in range(work.responses)]
+    executor.execute(plan("raw", work), work)
+    assert min(one.cached_tokens for one in executor.results) == 0
+
+
+def test_greedy_responses_equal_transformers_whatever_is_cut(executor: Any, model: Path) -> None:
+    work = workload(21)
+    executor.config = replace(executor.config, temperature=0.0)
+    execute_until_cut(executor, plan("dp+pa", work, tau=0.05), work)
+    assert work.prompts is not None
+    prompts = [prompt.tolist() for prompt in work.prompts]
+    asked = json.dumps({"model": str(model), "prompts": prompts, "tokens": work.max_response_tokens})
+    done = subprocess.run([sys.executable, "-c", REFERENCE], input=asked, capture_output=True, text=True, check=True)
+    expected = json.loads(done.stdout.splitlines()[-1])
+    for number, one in enumerate(executor.results):
+        assert one.tokens.tolist() == expected[number // work.responses_per_prompt]
+        assert one.finish_reason == ("stop" if one.tokens[-1] == EOS else "length")
+    assert {one.finish_reason for one in executor.results} == {"stop", "length"}
+
+
+REFERENCE = """
+import json, sys
+from backends.environment import prepare
+prepare("cpu")
+import torch
+from transformers import AutoModelForCausalLM
+asked = json.load(sys.stdin)
+lm = AutoModelForCausalLM.from_pretrained(asked["model"], dtype=torch.float32).eval()
+found = []
+for prompt in asked["prompts"]:
+    out = lm.generate(torch.tensor([prompt]), max_new_tokens=asked["tokens"], do_sample=False)
+    found.append(out[0, len(prompt):].tolist())
+print(json.dumps(found))
+"""
+
+
+def test_sampled_responses_are_the_same_whatever_is_cut_and_wherever_they_run(executor: Any) -> None:
+    work = workload(22, n=3, cap=120)
+    whole = executor.execute(plan("raw", work, actors=1), work)
+    expected = executor.results
+    assert whole.counters.moves == 0
+    for policy, tau in (("dp+pa", 0.05), ("dp+pa", 0.5), ("rlhfuse", 0.3)):
+        report = execute_until_cut(executor, plan(policy, work, tau=tau), work)
+        for one, other in zip(executor.results, expected, strict=True):
+            assert one.tokens.tolist() == other.tokens.tolist()
+            assert one.finish_reason == other.finish_reason
+            assert np.abs(one.logprobs - other.logprobs).max() < 1e-3
+        assert report.tokens.tolist() == whole.tokens.tolist()
+        assert report.counters.decoded_tokens == whole.counters.decoded_tokens
+    first, second, third = (tuple(one.tokens.tolist()) for one in expected[:3])
+    assert len({first, second, third}) == 3  # three samples of one prompt
+    again = workload(23, n=3, cap=120)
+    executor.execute(plan("raw", again, actors=1), again)
+    assert tuple(executor.results[0].tokens.tolist()) != first
+
+
+def test_no_more_than_the_slots_of_the_plan_run_at_once(executor: Any) -> None:
+    work = workload(24)
+    made = plan("raw", work, actors=1)
+    executor.lengths = lambda _: Outcome(response_tokens=ints(np.full((12, 2), 10)))
+    narrow = replace(made, actors=(replace(made.actors[0], slots=3),))
+    report = executor.execute(narrow, work)
+    ends, starts = np.sort(report.end_s), np.sort(report.first_s)
+    assert (starts[3:] >= ends[:-3]).all()  # each found a slot that another had left
+    assert set(np.argsort(report.first_s)[:3].tolist()) == set(made.actors[0].responses[:3].tolist())
+
+
+def test_warm_processes_are_woken_and_cold_ones_end_with_the_step(executor: Any) -> None:
+    work = workload(25)
+    executor.lengths = lengths
+    executor.execute(plan("raw", work), work)
+    before = executor.pids()
+    assert len(before) == 2
+    executor.execute(plan("dp+pa", work), work)
+    assert sorted(executor.pids()) == sorted(before)
+    cold = plan("raw", work, actors=1, start="cold")
+    report = executor.execute(cold, work)
+    assert_gone([pid for pid in before if pid not in executor.pids()])
+    assert len(executor.pids()) == 1
+    check(cold, report, lengths(work))
+    assert all(alive(pid) for pid in executor.pids())
+    executor.execute(plan("raw", work), work)  # one of its processes starts anew, and loads what was published
+    assert {one.weight_version for one in executor.results} == {str(int(executor.weight_version) - 1)}
+    assert len(executor.pids()) == 2
+
+
+def test_reserved_actors_are_held_to_the_end_of_generation(executor: Any) -> None:
+    work = workload(26)
+    executor.lengths = lengths
+    made = plan("verl", work)
+    report = executor.execute(made, work)
+    check(made, report, lengths(work))
+    assert report.reserved_gpus == simulated(made, work).reserved_gpus > 0
+    end_s = report.phases[0].end_s
+    assert all(one.end_s >= end_s for one in report.invocations if one.function == "decode")
+
+
+def test_what_cannot_be_carried_out_is_refused_before_anything_starts(executor: Any) -> None:
+    work = workload(27)
+    made = plan("dp", work)
+    lengths_only = replace(work, prompts=None)
+    wrong: list[tuple[Plan, Workload, type[RlhflessError], str]] = [
+        (made, lengths_only, InputError, "token ids"),
+        (made, workload(27, prompts=6), InputError, "12, 2"),
+        (replace(made, cluster_gpus=4), work, InputError, "4 GPUs"),
+        (made, replace(work, max_response_tokens=500), InfeasibleError, "engines hold 512"),
+        (replace(made, actors=(replace(made.actors[0], slots=17), made.actors[1])), work, InfeasibleError, "17 slots"),
+        (replace(made, actors=made.actors[:1]), work, PlanError, "decoded by no actor"),
+    ]
+    pids, steps = executor.pids(), executor.steps
+    for plan_, work_, kind, says in wrong:
+        with pytest.raises(kind, match=says):
+            executor.execute(plan_, work_)
+    executor.config = replace(executor.config, kv="none")
+    with pytest.raises(PlanError, match="kv is none"):
+        executor.execute(made, work)
+    executor.lengths = lambda _: Outcome(response_tokens=ints(np.full((12, 2), 81)))
+    with pytest.raises(InputError, match="81 tokens is above the cap"):
+        executor.execute(plan("raw", work), work)
+    assert (executor.pids(), executor.steps) == (pids, steps)
+
+
+def test_snapshot(executor: Any) -> None:
+    first, second = executor.snapshot(), executor.snapshot()
+    assert first.free_gpus.tolist() == list(range(GPUS))
+    assert 0 < first.time_s < second.time_s
+
+
+def test_nothing_listens_beyond_this_machine(cluster: Any) -> None:
+    import ray
+
+    assert {node["NodeManagerAddress"] for node in ray.nodes()} == {"127.0.0.1"}
+    listening = subprocess.run(["ss", "-Hltnp"], capture_output=True, text=True, check=True).stdout
+    ours = [line.split() for line in listening.splitlines() if any(f"pid={pid}," in line for pid in ray_steps.family())]
+    assert ours
+    assert {fields[3].rpartition(":")[0] for fields in ours} <= {"127.0.0.1", "[::1]", "[::ffff:127.0.0.1]"}
+
+
+def test_config_refuses_what_cannot_be(model: Path, tmp_path: Path) -> None:
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"model": str(tmp_path)}, "config.json"),
+        ({"kv": "nixl"}, "known are redis, none"),
+        ({"redis_url": "redis://10.0.0.1:6379"}, "password"),
+        ({"temperature": -1.0}, "temperature"),
+        ({"hang_timeout_s": 0.0}, "hang_timeout_s"),
+        ({"kv_cache_bytes": None}, "kv_cache_bytes"),
+    ]
+    for changes, says in wrong:
+        with pytest.raises(InputError, match=says):
+            ray_steps.config(Path(changes.pop("model", str(model))), tmp_path, **changes)
