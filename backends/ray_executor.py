@@ -21,11 +21,11 @@ import numpy as np
 from backends.cluster import RayCluster, RayConfig, StepError
 from backends.engine_types import EngineConfig, FinishReason, Request
 from backends.kv_transfer import redis_config
-from backends.life import Life
 from backends.ray_step import RayStep, Weights
 from backends.redis_server import RedisServer, connect
 from backends.weight_sync import discard, publish
 from rlhfless.errors import InfeasibleError, InputError, PlanError
+from rlhfless.executor import Life
 from rlhfless.rng import stream
 from rlhfless.types.arrays import FloatArray, IntArray, floats, ints
 from rlhfless.types.cluster import Cluster, ClusterState

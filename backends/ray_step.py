@@ -15,10 +15,10 @@ from typing import Any
 from backends.cluster import Process, RayCluster, RayConfig, StepError
 from backends.engine_types import EngineConfig, Request
 from backends.generation import End, Generation
-from backends.life import Life
 from backends.vllm_actor import POLL_S, Begun, Update
 from backends.weight_sync import Published
 from rlhfless.errors import RlhflessError
+from rlhfless.executor import Life
 from rlhfless.types.plan import Plan
 
 TICK_S = 0.5

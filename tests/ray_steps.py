@@ -5,7 +5,8 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ real = pytest.mark.skipif(bool(MISSING), reason=f"needs {', '.join(MISSING)}: pi
 
 GPUS, SLOTS, BLOCK, HEADER = 3, 16, 32, 32
 CLUSTER = Cluster.uniform("cpu", GPUS, 8)
+GONE_S = 30.0
+"""Seconds in which processes that are ended must be gone: an ended one is not waited for in mid-step."""
 TRIES = 6
 """Steps after which a test gives up waiting for a cut: whether one falls depends on how fast engines happen to be."""
 
@@ -63,6 +66,15 @@ def lengths(work: Workload) -> Outcome:
     rng = stream(5, "lengths", work.step)
     drawn = np.minimum(rng.lognormal(3.0, 0.8, (work.size, work.responses_per_prompt)).astype(int) + 1, 10**6)
     return Outcome(response_tokens=ints(np.minimum(drawn, work.max_response_tokens)))
+
+
+def long_tails(made: Plan, work: Workload) -> Callable[[Workload], Outcome]:
+    """Every actor's last two responses are at the cap and all others short, so that a rule finds something to move."""
+    tokens = np.minimum(lengths(work).response_tokens.ravel() // 4 + 1, work.max_response_tokens // 4)
+    for actor in made.actors:
+        tokens[actor.responses[-2:]] = work.max_response_tokens
+    outcome = Outcome(response_tokens=ints(tokens.reshape(work.size, -1)))
+    return lambda _: outcome
 
 
 def plan(policy: str, work: Workload, *, actors: int = 2, tau: float = 0.3, **options: Any) -> Plan:
@@ -139,7 +151,9 @@ def alive(pid: int) -> bool:
 
 
 def assert_gone(pids: list[int]) -> None:
-    left = [pid for pid in pids if alive(pid)]
+    until_s = time.monotonic() + GONE_S
+    while (left := [pid for pid in pids if alive(pid)]) and time.monotonic() < until_s:
+        time.sleep(0.1)
     assert not left, f"processes {left} still run"
 
 

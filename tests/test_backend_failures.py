@@ -5,7 +5,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -106,7 +105,8 @@ def test_a_killed_actor_is_survived(
     assert report.counters.failures == 1
     assert report.counters.moves > 0
     assert sum(one.function == "decode" for one in report.invocations) == 2  # another has taken over
-    assert len([pid for pid in before if alive(pid)]) == len(before) - 1
+    assert_gone([pid for pid in before if pid not in executor.pids()])
+    assert len(set(before) & set(executor.pids())) == len(before) - 1
     ((step, dead),) = mishap.steps
     assert step.generation.actors[dead].accepted_tokens >= mishap.saved  # what was reported is not generated again
 
@@ -124,7 +124,6 @@ def test_a_hanging_actor_is_noticed_and_killed(
     report = run(executor, plan("dp", WORK), expected)
     assert report.counters.failures == 1
     assert report.phases[0].duration_s > HANG_S
-    executor._processes._await_ends()
     assert_gone(stopped)
 
 
@@ -222,9 +221,6 @@ def test_a_driver_that_is_killed_or_interrupted_takes_ray_and_redis_with_it(
             assert all(alive(pid) for pid in pids)
             driver.send_signal(sign)
             driver.wait(30)
-            until_s = time.monotonic() + 30
-            while any(alive(pid) for pid in pids) and time.monotonic() < until_s:
-                time.sleep(0.1)
             assert_gone(pids)
         finally:
             driver.kill()

@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from tests.ray_steps import (
     assert_gone,
     execute_until_cut,
     lengths,
+    long_tails,
     plan,
     real,
     workload,
@@ -59,8 +60,8 @@ def executor(cluster: Any) -> Iterator[Any]:
     cluster.config, cluster.lengths, cluster.rewards = before, None, None
 
 
-def simulated(made: Plan, work: Workload) -> StepReport:
-    world = World(profile=ray_steps.profile(), outcome_of=lengths)
+def simulated(made: Plan, work: Workload, outcome_of: Callable[[Workload], Outcome] = lengths) -> StepReport:
+    world = World(profile=ray_steps.profile(), outcome_of=outcome_of)
     return SimExecutor(cluster=CLUSTER, world=world).execute(made, work)
 
 
@@ -78,11 +79,11 @@ def check(made: Plan, report: StepReport, outcome: Outcome) -> None:
 def test_a_plan_keeps_the_laws_in_simulation_and_on_engines(executor: Any, policy: str) -> None:
     work = workload(POLICIES.index(policy))
     made = plan(policy, work)
-    executor.lengths, executor.rewards = lengths, lambda _, results: [len(one.tokens) for one in results]
-    version = executor.weight_version
-    twin, report = simulated(made, work), executor.execute(made, work)
+    executor.lengths, executor.rewards = long_tails(made, work), lambda _, results: [len(one.tokens) for one in results]
+    outcome, version = executor.lengths(work), executor.weight_version
+    twin, report = simulated(made, work, executor.lengths), executor.execute(made, work)
     for each in (twin, report):
-        check(made, each, lengths(work))
+        check(made, each, outcome)
     assert report.tokens.tolist() == twin.tokens.tolist() == executor.scores.tolist()
     functions, same = ({(i.function, i.gpus) for i in each.invocations} for each in (report, twin))
     assert functions == {(function, gpus) for function, gpus in same if function != "reference"}
@@ -95,7 +96,7 @@ def test_a_plan_keeps_the_laws_in_simulation_and_on_engines(executor: Any, polic
     assert report.counters.preemptions == 0
     if made.migration is not None:
         report = execute_until_cut(executor, made, work)
-        check(made, report, lengths(work))
+        check(made, report, outcome)
         assert report.counters.cuts == 1
         assert report.counters.moves == report.moves.sum() > 0
 
@@ -153,18 +154,22 @@ print(json.dumps(found))
 
 def test_sampled_responses_are_the_same_whatever_is_cut_and_wherever_they_run(executor: Any) -> None:
     work = workload(22, n=3, cap=120)
-    whole = executor.execute(plan("raw", work, actors=1), work)
-    expected = executor.results
-    assert whole.counters.moves == 0
     for policy, tau in (("dp+pa", 0.05), ("dp+pa", 0.5), ("rlhfuse", 0.3)):
-        report = execute_until_cut(executor, plan(policy, work, tau=tau), work)
+        made = plan(policy, work, tau=tau)
+        executor.lengths = long_tails(made, work)
+        whole = executor.execute(plan("raw", work, actors=1), work)
+        expected = executor.results
+        assert whole.counters.moves == 0
+        report = execute_until_cut(executor, made, work)
         for one, other in zip(executor.results, expected, strict=True):
             assert one.tokens.tolist() == other.tokens.tolist()
             assert one.finish_reason == other.finish_reason
             assert np.abs(one.logprobs - other.logprobs).max() < 1e-3
         assert report.tokens.tolist() == whole.tokens.tolist()
         assert report.counters.decoded_tokens == whole.counters.decoded_tokens
-    first, second, third = (tuple(one.tokens.tolist()) for one in expected[:3])
+    executor.lengths = None
+    executor.execute(plan("raw", work, actors=1), work)
+    first, second, third = (tuple(one.tokens.tolist()) for one in executor.results[:3])
     assert len({first, second, third}) == 3  # three samples of one prompt
     again = workload(23, n=3, cap=120)
     executor.execute(plan("raw", again, actors=1), again)
