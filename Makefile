@@ -13,7 +13,8 @@ test: $(VENV)/.test  ## Style, types, floors, laws, real data
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
+	$(BIN)/python -m pytest -m slow --reruns 2  # real processes: one file after the other, a mishap of timing is tried again
 
 bench: $(VENV)/.run  ## Speed of planning and of simulation, as ratios
 	$(BIN)/python -m benchmarks.planning
