@@ -400,8 +400,6 @@ class TestValidate:
         assert [row["policy"] for row in rows] == ["raw", "rlhfless"]
         for row in rows:
             assert row["measured_tokens"] >= row["predicted_tokens"] > 0
-            assert row["predicted_generation_s"] > 0
-            assert row["measured_generation_s"] > 0
         assert result["errors"]["every run"]["steps"] == 2
         assert result["errors"]["every run"]["actors"] == len(result["actors"]) >= 2
         for name in ("validate.csv", "actors.csv"):
