@@ -9,7 +9,7 @@ from rlhfless.accounting.metrics import Summary, generation_bounds, summarize
 from rlhfless.driver import StepRecord, run
 from rlhfless.errors import InfeasibleError
 from rlhfless.scheduler import migration, scaling
-from rlhfless.scheduler.lengths import DEFAULT_WINDOW
+from rlhfless.scheduler.lengths import DEFAULT_WINDOW, LengthEstimator
 from rlhfless.scheduler.placement import positions
 from rlhfless.scheduler.planner import Planner
 from rlhfless.scheduler.policies import policy
@@ -35,7 +35,7 @@ class Setting:
     """Everything about an experiment but the policy and the steps."""
 
     profile: Profile
-    """Latencies, for planner and world alike."""
+    """True latencies, and what the planner believes unless `planner_profile` says otherwise."""
     cluster: Cluster
     """Hosts and GPUs."""
     usd_per_gpu_hour: float
@@ -54,6 +54,11 @@ class Setting:
     """How functions start; None for the policy's own way."""
     speed_noise: float = 0.0
     """Spread of actors' true speeds."""
+    planner_profile: Profile | None = None
+    """Latencies that the planner believes, where they are not the true ones."""
+    estimator: Callable[[Mapping[int, Outcome]], LengthEstimator] | None = None
+    """Makes the length estimator of policies that have no oracle, from the true outcomes by step, which an imperfect
+    predictor distorts; None for the length history."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,16 +119,17 @@ def simulate(
     """
     outcomes = {workload.step: outcome for workload, outcome in steps}
     chosen = policy(name)
+    known = OracleEstimator if chosen.oracle else setting.estimator
     planner = Planner(
         chosen,
-        setting.profile,
+        setting.planner_profile or setting.profile,
         setting.cluster,
         actors=None if chosen.scale else actors,
         weight=setting.weight,
         tau=setting.tau,
         window=setting.window,
         learner_gpus=setting.learner_gpus,
-        estimator=OracleEstimator(outcomes) if chosen.oracle else None,
+        estimator=known(outcomes) if known is not None else None,
         seed=setting.seed,
         start=setting.start,
     )
