@@ -10,14 +10,18 @@ from statistics import median
 from experiments import plots
 from experiments.output import Cell, write_atomic
 from rlhfless.accounting.billing import bill
+from rlhfless.types.arrays import floats
 from rlhfless.types.plan import Plan
 from rlhfless.types.report import FUNCTIONS_OF, StepReport
 from rlhfless.types.workload import Workload
+from sim.profiles.calibrate import errors
 
 AIM = 0.1
 """Median error that the project aims at."""
 
 Row = dict[str, Cell]
+Tables = dict[str, list[Row]]
+"""`steps` and `actors`, as `tables_of` makes them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +100,14 @@ def actor_rows(pair: Pair) -> Iterator[Row]:
         }
 
 
+def tables_of(pairs: Sequence[Pair]) -> Tables:
+    """Rows of all steps and of all actors."""
+    return {
+        "steps": [step_row(pair) for pair in pairs],
+        "actors": [row for pair in pairs for row in actor_rows(pair)],
+    }
+
+
 def number(row: Row, name: str) -> float:
     """A cell that is one."""
     value = row[name]
@@ -171,6 +183,37 @@ def errors_of(rows: Sequence[Row], actors: Sequence[Row]) -> Errors:
 
 def _median_size(rows: Sequence[Row], predicted: str, measured: str) -> float:
     return median(abs(number(row, predicted) / number(row, measured) - 1) for row in rows)
+
+
+QUANTITIES = (
+    ("generation time", "steps", "predicted_generation_s", "measured_generation_s"),
+    ("last token of each actor", "actors", "predicted_end_s", "measured_end_s"),
+    ("core-seconds", "steps", "predicted_core_s", "measured_core_s"),
+    ("against processor time", "steps", "predicted_core_s", "measured_cpu_s"),
+)
+"""(name, table, column, column that it should equal)."""
+ERROR_HEADINGS = (
+    "error %, of runs not fitted to", "n", "raw median", "raw p90", "raw bias", "calibrated median", "calibrated p90",
+    "calibrated bias",
+)  # fmt: skip
+
+
+def side_by_side(raw: Tables, calibrated: Tables) -> list[list[Cell]]:
+    """A row a quantity: errors of the profile as it was measured, and of the calibrated one, over the same runs."""
+    found: list[list[Cell]] = []
+    for name, table, predicted, measured in QUANTITIES:
+        sides = [
+            errors(
+                floats([number(row, predicted) for row in tables[table] if row[measured]]),
+                floats([number(row, measured) for row in tables[table] if row[measured]]),
+            )
+            for tables in (raw, calibrated)
+            if any(row[measured] for row in tables[table])
+        ]
+        if sides:
+            figures = [100 * each for side in sides for each in (side.median, side.p90, side.bias)]
+            found.append([name, sides[0].n, *figures])
+    return found
 
 
 HEADINGS = (

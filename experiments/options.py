@@ -54,6 +54,25 @@ TraceOut = Annotated[
     Path | None, typer.Option("--trace-out", help="Write a Chrome/Perfetto trace (a row per GPU) to this file.")
 ]
 
+Seeds = Annotated[
+    int,
+    typer.Option("--seeds", min=1, max=1000, help="Seeds in a row, each another trace; results are means over them."),
+]
+Epochs = Annotated[int, typer.Option("--epochs", min=1, max=1000, help="Passes over the prompts.")]
+Batch = Annotated[int, typer.Option("--prompts-per-step", min=1, max=10**6, help="Prompts of a step.")]
+Profiles = Annotated[
+    str, typer.Option("--profile", help="Names of shipped profiles, or profile files; several with commas.")
+]
+TraceIn = Annotated[
+    Path | None, typer.Option("--trace", help="Recorded trace, whose lengths take the place of synthetic ones.")
+]
+Out = Annotated[Path, typer.Option("--out", help="Folder for CSV, JSON, PNG and config.json.")]
+Processes = Annotated[
+    int, typer.Option("--processes", min=1, max=256, help="Processes side by side; results do not depend on it.")
+]
+PROCESSES = 2
+"""Processes of a figure by default (chosen: the cores of a small machine)."""
+
 STARTS: dict[str, Start] = {"warm": "warm", "prewarmed": "prewarmed", "cold": "cold"}
 
 

@@ -4,6 +4,9 @@ Every step is planned once. The real executor carries the plan out with lengths 
 simulator carries out the very same plans, in the same order, with the same lengths, on a profile measured from the same
 kind of engine. Nothing in the simulator is fitted to these runs but two times that are conditions, not predictions: how
 long a kept process takes to answer and how long weights take to load, both read off steps that are not scored.
+
+A measured profile holds the speed of the quickest round; engines at work run at the usual one. So predictions are also
+made with the profile calibrated to one run, the first that is scored; errors of both are then over all the others.
 """
 
 import os
@@ -18,7 +21,7 @@ import typer
 from experiments import compare, options
 from experiments.compare import Pair
 from experiments.config import ValidateConfig, load
-from experiments.output import csv_text, json_text, out_folder, print_table, progress, write_atomic
+from experiments.output import Cell, csv_text, json_text, out_folder, print_table, progress, write_atomic
 from experiments.real import Bench, cpu_s, open_bench
 from rlhfless.commands import run
 from rlhfless.errors import InputError
@@ -30,6 +33,7 @@ from rlhfless.types.profile import Profile
 from rlhfless.types.report import Activity
 from rlhfless.types.workload import Workload
 from sim.executor import SimExecutor
+from sim.profiles.calibrate import LEAST, Calibration, Observation, calibrate, summary
 from sim.world import World
 from traces.format import Trace
 from traces.load import steps as steps_of
@@ -157,6 +161,34 @@ def told(profile: Profile, cluster: Cluster, known: Conditions) -> tuple[Profile
     return Profile(data=replace(profile.data, warm_start_s=known.start_s)), replace(cluster, hosts=hosts)
 
 
+def observations(pair: Pair) -> list[Observation]:
+    """What each actor of a run took, first admission to last token. Raises InputError where responses moved."""
+    report = pair.measured
+    if report.moves.any():
+        raise InputError(f"policy {pair.plan.policy}: responses moved; a profile is calibrated to a run without cuts")
+    found = []
+    for actor in pair.plan.actors:
+        queue = actor.responses
+        found.append(
+            Observation(
+                prompt_tokens=pair.workload.prompt_tokens,
+                response_tokens=report.tokens.reshape(-1, report.responses_per_prompt),
+                actors=(queue,),
+                seconds=float(report.end_s[queue].max() - report.first_s[queue].min()),
+                delivered=pair.plan.prefill is not None,
+            )
+        )
+    return found
+
+
+def to_calibrate_on(pairs: Sequence[Pair]) -> Pair | None:
+    """The first scored run in which no response moved and that has enough actors; None where there is none."""
+    for pair in pairs:
+        if pair.workload.step >= UNSCORED and not pair.measured.moves.any() and len(pair.plan.actors) >= LEAST:
+            return pair
+    return None
+
+
 def predict(pairs: Sequence[Pair], steps: Steps, profile: Profile, cluster: Cluster) -> list[Pair]:
     """The same plans in the simulator, each run of a policy from its start."""
     outcomes = {workload.step: outcome for workload, outcome in steps}
@@ -200,15 +232,44 @@ def run_validate(
     with progress(repeats * len(names) * len(steps), f"{loaded.name}: {len(names)} policies") as tick:
         pairs = measure(bench, steps, names, repeats, tick)
     known = conditions(pairs)
-    pairs = predict(pairs, steps, *told(bench.profile, bench.cluster, known))
-    report(bench, folder, [pair for pair in pairs if pair.workload.step >= UNSCORED], known, as_json)
+    seen = to_calibrate_on(pairs)
+    fitted = None if seen is None else calibrate(bench.profile, observations(seen))
+    profiles = [bench.profile] if fitted is None else [bench.profile, fitted.profile]
+    raw, *others = (
+        [pair for pair in predict(pairs, steps, *told(profile, bench.cluster, known)) if pair.workload.step >= UNSCORED]
+        for profile in profiles
+    )
+    report(bench, folder, raw, known, Held(seen=seen, fitted=fitted, pairs=others[0] if others else ()), as_json)
 
 
-def report(bench: Bench, folder: Path, pairs: Sequence[Pair], known: Conditions, as_json: bool) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """The calibration, and what the simulator says with it."""
+
+    seen: Pair | None
+    """The run that was fitted to; None where there is no calibration."""
+    fitted: Calibration | None
+    """The fit."""
+    pairs: Sequence[Pair]
+    """Every scored run, predicted with the calibrated profile."""
+
+    def lines(self, pairs: Sequence[Pair]) -> list[list[Cell]]:
+        """Errors side by side over the runs that were not fitted to; `pairs` are those of the raw profile."""
+        if self.seen is None:
+            return []
+        seen = self.seen.plan.policy, self.seen.repeat, self.seen.workload.step
+        raw, calibrated = (
+            compare.tables_of([pair for pair in side if (pair.plan.policy, pair.repeat, pair.workload.step) != seen])
+            for side in (pairs, self.pairs)
+        )
+        return compare.side_by_side(raw, calibrated) if raw["steps"] else []
+
+
+def report(bench: Bench, folder: Path, pairs: Sequence[Pair], known: Conditions, held: Held, as_json: bool) -> None:
     """Write the files and print what they say."""
     config, data = bench.config, bench.profile.data
-    rows = [compare.step_row(pair) for pair in pairs]
-    actors = [row for pair in pairs for row in compare.actor_rows(pair)]
+    rows, actors = compare.tables_of(pairs).values()
+    sides = held.lines(pairs)
     best = compare.quickest(rows)
     errors = {"every run": compare.errors_of(rows, actors)}
     if any(pair.repeat for pair in pairs):
@@ -226,6 +287,11 @@ def report(bench: Bench, folder: Path, pairs: Sequence[Pair], known: Conditions,
         "config": config, "profile": data.name, "profile_notes": data.notes, "conditions": known,
         "unscored_steps": UNSCORED, "errors": errors, "same_lengths": same,
         "rank_agreement": {"agree": agree, "of": of, "beyond": typical.generation_s}, "steps": rows, "actors": actors,
+        "calibration": None if held.fitted is None else {
+            "overhead_s": held.fitted.overhead_s, "speed": held.fitted.speed, "model": held.fitted.model,
+            "before": held.fitted.before, "after": held.fitted.after,
+        },
+        "held_out": [dict(zip(compare.ERROR_HEADINGS, side, strict=True)) for side in sides],
     }  # fmt: skip
     write_atomic(folder / "validate.json", json_text(facts))
     compare.scatter(actors, folder / "validate.png", typical.actor_end_s)
@@ -245,6 +311,15 @@ def report(bench: Bench, folder: Path, pairs: Sequence[Pair], known: Conditions,
             f"core-seconds {of_sample.core_s:.1%}{cpu} (n = {of_sample.steps}); last token of each actor "
             f"{of_sample.actor_end_s:.1%} (n = {of_sample.actors})"
         )
+    if held.fitted is not None and held.seen is not None:
+        print_table(
+            f"the profile as measured, and calibrated to step {held.seen.workload.step} of {held.seen.plan.policy}, "
+            "which is left out here",
+            compare.ERROR_HEADINGS,
+            sides,
+        )
+        for line in summary(held.fitted):
+            print(f"calibration: {line}")
     print(f"policies in the same order: {agree} of {of} pairs that differ by more than {typical.generation_s:.1%}")
     print(f"lengths the same on both sides: {'yes' if same else 'NO'}")
     print(

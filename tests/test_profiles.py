@@ -240,6 +240,61 @@ def test_building_without_the_extra_says_what_to_install(monkeypatch: pytest.Mon
         tables.build(tables.TARGETS[0])
 
 
+@pytest.mark.slow
+def test_every_measured_gpu_and_a_users_model(tmp_path: Path) -> None:
+    """The tables answer for any config.json on any GPU of the catalogue that the package has measured."""
+    pytest.importorskip("aiconfigurator_core", reason="this needs the extra: pip install 'rlhfless[profiles]'")
+    config = tmp_path / "Mine" / "config.json"
+    config.parent.mkdir()
+    small = json.loads(model_config("qwen2.5-3b")) | {"num_hidden_layers": 12, "_name_or_path": "me/mine"}
+    config.write_text(json.dumps(small))
+    unmeasured = {"cpu", "l4", "a10g"}
+    for gpu in unmeasured:
+        with pytest.raises(InputError, match=f"aiconfigurator-core has no vllm measurements of {gpu}; it has h100_sxm"):
+            tables.build_from(config, gpu, 1)
+    for gpu in set(GPUS) - unmeasured:
+        data = tables.build_from(config, gpu, 1).data
+        assert (data.name, data.model, data.kind) == (f"mine_{gpu}_tp1", "me/mine", "tables")
+        assert data.decode_s[0, 0] >= data.weight_bytes / GPUS[gpu].memory_bytes_per_s
+        assert data.notes[-1].startswith("The model's position") or data.notes[-1] == common.START_NOTE
+    same = tmp_path / "qwen2.5-3b.json"
+    same.write_bytes(model_config("qwen2.5-3b"))
+    again = json.loads(Profile(data=tables.build_from(same, "l40s", 2).data).to_json())
+    assert again | {"origin": ""} == shipped_fields() | {"origin": ""}
+
+
+def test_gpus_without_their_form_factor() -> None:
+    assert [common.gpu_key(name) for name in ("a100", "h200", "l40s", "gb200")] == [
+        "a100_sxm", "h200_sxm", "l40s", "gb200",
+    ]  # fmt: skip
+    with pytest.raises(InputError, match="unknown GPU 'v100': known are h100_sxm"):
+        common.gpu_key("v100")
+
+
+@pytest.mark.parametrize("gpu", [name for name in GPUS if name != "cpu"])
+def test_roofline_of_every_gpu_of_the_catalogue(gpu: str) -> None:
+    data = roofline.build(model_shape("qwen2.5-3b"), gpu, 1).data
+    kind = GPUS[gpu]
+    assert data.decode_s[0, 0] >= data.weight_bytes / kind.memory_bytes_per_s
+    assert data.kv_capacity_tokens * data.kv_bytes_per_token < kind.memory_bytes
+    assert any(word in kind.source for word in ("data sheet", "aiconfigurator"))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.lists(st.floats(0.5, 2.0), min_size=4, max_size=4), min_size=1, max_size=5))
+def test_halfway_rising_rises_and_is_nearest(rows: list[list[float]]) -> None:
+    """No rising table is nearer: for every pair that falls, the two must move by half of the fall between them."""
+    values = np.array(rows)
+    result, share = common.halfway_rising(values)
+    assert all(np.all(np.diff(result, axis=axis) >= 0) for axis in (0, 1))
+    least = 0.0
+    for i, j in np.ndindex(values.shape):
+        later = values[i:, j:]
+        least = max(least, (values[i, j] - later.min()) / 2)
+    assert np.abs(result - values).max() == pytest.approx(least)
+    assert share == pytest.approx(np.abs(result / values - 1).max())
+
+
 # --- bad input ---
 
 
@@ -265,7 +320,27 @@ def grid(**cells: object) -> list[list[Any]]:
         pytest.param(bad_profile(weight_bytes=None), SchemaError, r"\$.weight_bytes", id="null number"),
         pytest.param(bad_profile(decode_s=grid(value=None)), InputError, "decode_s holds nan", id="null in the grid"),
         pytest.param(bad_profile(decode_s=grid(value=0)), InputError, "decode_s holds 0.0", id="zero latency"),
-        pytest.param(bad_profile(decode_s=grid(value=1e-3)), InputError, "must not fall as", id="falling"),
+        pytest.param(
+            bad_profile(decode_s=grid(value=1e-3)),
+            InputError,
+            "decode_s must not fall as the batch grows, which it does after batch 4, context 256",
+            id="falling over the batch",
+        ),
+        pytest.param(
+            bad_profile(decode_s=[[0.1, 0.2, 0.15, *[0.3] * 12]] * 21),
+            InputError,
+            "decode_s must not fall as the context grows, which it does after batch 1, context 128",
+            id="falling over the context",
+        ),
+        pytest.param(
+            bad_profile(prefill_s=[0.2, 0.1, *[0.3] * 14]),
+            InputError,
+            "prefill_s must not fall as the size grows, which it does after size 16",
+            id="falling prefill",
+        ),
+        pytest.param(
+            bad_profile(decode_batch=[2, *range(3, 23)]), InputError, "must begin at 1, not 2", id="no batch 1"
+        ),
         pytest.param(bad_profile(decode_s=grid(value=[1])), SchemaError, r"\$.decode_s", id="ragged"),
         pytest.param(bad_profile(decode_s=[[0.1, 0.2]]), InputError, r"shape \(1, 2\), the grid needs", id="shape"),
         pytest.param(bad_profile(prefill_s=[0.1]), InputError, "differ in length", id="prefill length"),
@@ -421,7 +496,7 @@ def test_roofline_command_writes_a_profile_that_loads(tmp_path: Path) -> None:
     config, out = tmp_path / "Llama-3-8B" / "config.json", tmp_path / "new" / "p.json"
     config.parent.mkdir()
     config.write_bytes(model_config("llama-3-8b"))
-    done = command("roofline", str(config), "--gpu", "a100_sxm", "--tp", "2", "--out", str(out))
+    done = command("roofline", str(config), "--gpu", "a100", "--tp", "2", "--out", str(out))
     assert (done.returncode, done.stdout, done.stderr) == (0, f"{out}\n", "")
     assert load(str(out)).data.name == "llama-3-8b_a100_sxm_tp2_roofline"
     assert load(str(out)).to_json() == roofline.build(read_shape(config), "a100_sxm", 2).to_json()
@@ -434,6 +509,8 @@ def test_roofline_command_writes_a_profile_that_loads(tmp_path: Path) -> None:
         (("build", "nope"), "error: no recipe for profile 'nope': known are qwen2.5-3b_l40s_tp1"),
         (("roofline", "nope.json", "--gpu", "l40s", "--out", "x.json"), "error: nope.json: cannot read the model"),
         (("roofline", "nope.json", "--gpu", "l40s"), "error: Missing option '--out'"),
+        (("tables", "nope.json", "--gpu", "l40s", "--out", "x.json"), "error: nope.json: cannot read the model"),
+        (("tables", "CONFIG", "--gpu", "v100", "--out", "x.json"), "error: unknown GPU 'v100': known are h100_sxm"),
         (("show",), "error: Missing argument"),
         (("show", ""), "error: the name of the profile is empty"),
         (("roofline", "CONFIG", "--gpu", "l40s", "--out", ""), "error: the name of the profile file to write is empty"),

@@ -17,6 +17,7 @@ from traces.describe import describe as statistics
 from traces.format import Trace
 from traces.importers import gsm8k as gsm8k_files
 from traces.importers import tokenizers
+from traces.importers import verl as verl_logs
 from traces.synthesize import preset_names
 from traces.synthesize import synthesize as draw
 
@@ -110,6 +111,49 @@ def gsm8k(
 ) -> None:
     """Import the solutions of four models that come with GSM8K."""
     _write(gsm8k_files.recorded(source, tokenizers.load(tokenizer), prompts_per_step), out)
+
+
+@app.command()
+def verl(
+    source: Annotated[Path, typer.Argument(help="Console log of a verl run.")],
+    out: Out,
+    prompts_per_step: Annotated[
+        int | None, typer.Option(help="Prompts of a training step; default: data.train_batch_size in the log.")
+    ] = None,
+    n: Annotated[
+        int | None,
+        typer.Option("--responses-per-prompt", "-n", help="Samples of each prompt; default: rollout.n in the log."),
+    ] = None,
+    max_prompt_tokens: Annotated[
+        int | None, typer.Option(help="Cap on a prompt; default: data.max_prompt_length in the log.")
+    ] = None,
+    max_response_tokens: Annotated[
+        int | None, typer.Option(help="Cap on a response; default: data.max_response_length in the log.")
+    ] = None,
+    algorithm: Annotated[
+        str | None, typer.Option(help="ppo or grpo; default: ppo where advantages are gae, grpo otherwise.")
+    ] = None,
+    prompt_share: Annotated[
+        float, typer.Option(help="Assumed share of the spread of lengths between prompts, 0 to 1.")
+    ] = verl_logs.PROMPT_SHARE,
+    spread: Annotated[
+        float | None, typer.Option(help="Spread of log lengths below the cap; default: what the clip ratio implies.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Same seed, same bytes.")] = 0,
+) -> None:
+    """Import a verl log: lengths are made up so that each step has the logged mean, max, min and clip ratio."""
+    trace = verl_logs.recorded(
+        source,
+        prompts_per_step=prompts_per_step,
+        responses_per_prompt=n,
+        max_prompt_tokens=max_prompt_tokens,
+        max_response_tokens=max_response_tokens,
+        algorithm=cast(Algorithm | None, algorithm),  # TraceInfo refuses any other
+        prompt_share=prompt_share,
+        spread=spread,
+        seed=seed,
+    )
+    _write(trace, out)
 
 
 def _write(trace: Trace, target: Path) -> None:

@@ -48,27 +48,46 @@ def _gpu(
     )
 
 
-_NVLINK = "NVIDIA data sheet; NVLink, one direction"
-_PCIE = "NVIDIA data sheet; no NVLink, PCIe gen 4 x16, one direction"
+_AIC = "system file of aiconfigurator-core 0.12.0"
 GPUS: Mapping[str, Gpu] = MappingProxyType(
     {
         gpu.name: gpu
         for gpu in (
             # name, memory MiB, GB/s, dense bf16 TFLOP/s, list $/h (chosen, 2026), local GB/s, host network Gbit/s
-            _gpu("h100_sxm", 81559, 3350, 989, 3.00, 450, 3200, _NVLINK + "; DGX H100 network, 8 x 400 Gbit/s"),
-            _gpu("h200_sxm", 143771, 4800, 989, 3.80, 450, 3200, _NVLINK + "; DGX H200 network, 8 x 400 Gbit/s"),
-            _gpu("a100_sxm", 81920, 2039, 312, 1.80, 300, 1600, _NVLINK + "; DGX A100 network, 8 x 200 Gbit/s"),
-            _gpu("b200_sxm", 171661, 8000, 2250, 5.50, 900, 3200, _NVLINK + "; DGX B200 network, 8 x 400 Gbit/s"),
-            _gpu("l40s", 46068, 864, 362, 1.90, 32, 400, _PCIE + "; AWS g6e.48xlarge network, 400 Gbit/s"),
-            _gpu("l4", 23034, 300, 121, 0.80, 32, 100, _PCIE + "; AWS g6.48xlarge network, 100 Gbit/s"),
+            _gpu("h100_sxm", 81559, 3350, 989, 3.00, 450, 3200,
+                 "NVIDIA H100 data sheet, SXM: 3.35 TB/s, 1979 TFLOP/s with sparsity, NVLink 900 GB/s both ways; DGX "
+                 "H100 data sheet: 8 x 400 Gbit/s"),
+            _gpu("h200_sxm", 143771, 4800, 989, 3.80, 450, 3200,
+                 "NVIDIA H200 data sheet, SXM: 4.8 TB/s, 1979 TFLOP/s with sparsity, NVLink 900 GB/s both ways; DGX "
+                 "H200 data sheet: 8 x 400 Gbit/s"),
+            _gpu("a100_sxm", 81920, 2039, 312, 1.80, 300, 1600,
+                 "NVIDIA A100 data sheet, 80GB SXM: 2039 GB/s, 312 TFLOP/s, NVLink 600 GB/s both ways; DGX A100 data "
+                 "sheet: 8 x 200 Gbit/s"),
+            _gpu("b200_sxm", 171661, 8000, 2250, 5.50, 900, 3200,
+                 "NVIDIA DGX B200 data sheet, of 8: 1,440 GB, 64 TB/s, 36 PFLOP/s with sparsity, NVLink 14.4 TB/s both "
+                 "ways, 8 x 400 Gbit/s"),
+            _gpu("b300_sxm", 275040, 7750, 2250, 7.00, 900, 6400, f"{_AIC}; 8 x 800 Gbit/s"),
+            _gpu("gb200", 189471, 8000, 2500, 6.50, 900, 57600, f"{_AIC}; hosts of one rack, over NVLink"),
+            _gpu("gb300", 284208, 8000, 2500, 8.00, 900, 57600, f"{_AIC}; hosts of one rack, over NVLink"),
+            _gpu("rtx_pro_6000_server", 97887, 1792, 467.8, 2.00, 64, 3200, f"{_AIC}; PCIe gen 5 x16, 8 x 400 Gbit/s"),
+            _gpu("b60", 24576, 456, 98.3, 0.60, 28.4, 3200, f"{_AIC}, of Intel's Arc Pro B60; PCIe, 8 x 400 Gbit/s"),
+            _gpu("l40s", 46068, 864, 362, 1.90, 32, 400,
+                 "NVIDIA L40S data sheet: 864 GB/s, 362.05 TFLOP/s, PCIe gen 4 x16 64 GB/s both ways, no NVLink; AWS "
+                 "g6e.48xlarge: 400 Gbit/s"),
+            _gpu("l4", 23034, 300, 121, 0.80, 32, 100,
+                 "NVIDIA L4 data sheet: 300 GB/s, 242 TFLOP/s with sparsity, PCIe gen 4 x16 64 GB/s both ways, no "
+                 "NVLink; AWS g6.48xlarge: 100 Gbit/s"),
             _gpu("cpu", 4096, 20, 0.05, 0.05, 10, 10, "chosen: a core of a server, for testbeds that have no GPU"),
-            _gpu("a10g", 23028, 600, 70, 1.00, 32, 100, _PCIE + "; AWS g5.48xlarge network, 100 Gbit/s"),
+            _gpu("a10g", 23028, 600, 70, 1.00, 32, 100,
+                 "NVIDIA A10G data sheet: 600 GB/s, 70 TFLOP/s, PCIe gen 4 x16 64 GB/s both ways, no NVLink; AWS "
+                 "g5.48xlarge: 100 Gbit/s"),
         )
     }
-)
+)  # fmt: skip
 """GPU catalogue. Bandwidth and FLOP/s are the makers' figures; prices are chosen defaults. Memory is what nvidia-smi
-prints (H100, A100, L40S, L4, A10G: github.com/modal-labs/modal-client/pull/2797; H200: read off one); B200's is the
-180 GB of its data sheet, not read off one."""
+prints (H100, A100, L40S, L4, A10G: github.com/modal-labs/modal-client/pull/2797; H200: read off one; B300, GB200,
+GB300, RTX PRO 6000: aiconfigurator); B200's is the 180 GB of its data sheet and B60's the 24 GiB of its name, not read
+off one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,7 @@ an iteration, and each stretch between two grid contexts is an arithmetic series
 """
 
 from bisect import bisect_right
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import ceil
 from pathlib import Path
@@ -59,7 +60,7 @@ class ProfileData:
     tp: int
     """GPUs of one actor: the tensor-parallel size."""
     kind: str
-    """How it was made: tables, roofline or measured."""
+    """How it was made: tables, roofline, vidur or measured."""
     origin: str
     """What was measured, by whom, and the command that made this file."""
     licence: str
@@ -117,9 +118,12 @@ def _check(data: ProfileData, where: str) -> None:
         bad = ~((values > 0) & (values <= _MOST_S))
         right = f"every latency must be above 0 s and at most {_MOST_S:.0f} s"
         require(not bad.any(), f"{name} holds {values[bad][0] if bad.any() else ''}; {right}")
-    require(bool(np.all(np.diff(data.decode_s, axis=0) >= 0)), "decode_s must not fall as the batch grows")
-    require(bool(np.all(np.diff(data.decode_s, axis=1) >= 0)), "decode_s must not fall as the context grows")
-    require(bool(np.all(np.diff(data.prefill_s) >= 0)), "prefill_s must not fall as the tokens grow")
+    decode_axes = {"batch": data.decode_batch, "context": data.decode_context}
+    for name, axes in (("decode_s", decode_axes), ("prefill_s", {"size": data.prefill_tokens})):
+        for number, grows in enumerate(axes):
+            falls = np.argwhere(np.diff(getattr(data, name), axis=number) < 0)
+            at = ", ".join(f"{key} {axes[key][falls[0][i]]}" for i, key in enumerate(axes)) if falls.size else ""
+            require(not falls.size, f"{name} must not fall as the {grows} grows, which it does after {at}")
     require(data.max_slots <= data.decode_batch[-1], f"max_slots {data.max_slots} lies beyond the decode grid")
     require(data.max_batched_tokens <= data.prefill_tokens[-1], "max_batched_tokens lies beyond the prefill grid")
     for name in ("tp", "max_slots", "max_batched_tokens", "kv_capacity_tokens", "parameters", "weight_bytes"):
@@ -181,10 +185,10 @@ class Profile:
 
     def require_fit(self, max_prompt_tokens: int, max_response_tokens: int) -> None:
         """Raise InfeasibleError unless one response of these sizes fits the grid and an actor's KV cache."""
+        if self.fits(max_prompt_tokens, max_response_tokens):
+            return
         grid, kv = self.max_context, self.data.kv_capacity_tokens
         limit = min(grid, kv)
-        if max_prompt_tokens + max_response_tokens <= limit:
-            return
         what, other = "decode grid", "take a profile with a longer grid"
         if kv < grid:
             what, other = "KV cache", "take a profile with more GPUs per actor"
@@ -194,6 +198,10 @@ class Profile:
             f"profile {self.data.name}: prompt {max_prompt_tokens} + response {max_response_tokens} tokens exceed the "
             f"{what} of {limit} tokens; {remedy}"
         )
+
+    def fits(self, max_prompt_tokens: int, max_response_tokens: int) -> bool:
+        """Whether one response of these sizes fits the grid and an actor's KV cache."""
+        return max_prompt_tokens + max_response_tokens <= min(self.max_context, self.data.kv_capacity_tokens)
 
     def decode_iteration_s(self, batch: npt.ArrayLike, context: npt.ArrayLike) -> FloatArray:
         """Seconds of one decode iteration, elementwise. `batch` real in 0..max_slots, `context` the mean, in tokens.
@@ -256,3 +264,18 @@ class Profile:
         whole_s = np.interp(data.max_batched_tokens, data.prefill_tokens, data.prefill_s) + data.iteration_overhead_s
         rest_s = np.interp(rest, data.prefill_tokens, data.prefill_s) + data.iteration_overhead_s
         return np.asarray((full * whole_s + np.where(rest > 0, rest_s, 0.0)) * self.speed)
+
+
+def check_sizes(profiles: Mapping[int, Profile]) -> None:
+    """Raise InputError unless profiles by tensor-parallel size are of that size, one model, one GPU type."""
+    first = next(iter(profiles.values())).data
+    for tp, profile in profiles.items():
+        data = profile.data
+        if data.tp != tp:
+            raise InputError(f"profile {data.name} is of actors of {data.tp} GPUs, not {tp}")
+        for name in ("model", "gpu", "weight_bytes", "kv_bytes_per_token"):
+            if getattr(data, name) != getattr(first, name):
+                raise InputError(
+                    f"profiles {first.name} and {data.name} must have the same {name}, not "
+                    f"{getattr(first, name)} and {getattr(data, name)}"
+                )

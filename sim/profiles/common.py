@@ -1,5 +1,6 @@
 """What every provider shares: the grids, the limits of an actor, its memory, and putting a Profile together."""
 
+from collections.abc import Sequence
 from math import floor
 
 import numpy as np
@@ -79,6 +80,17 @@ def memory_note(shape: ModelShape, gpu: str, tp: int) -> str:
     )
 
 
+def gpu_key(name: str) -> str:
+    """The catalogue's name of a GPU, which may be given without the form factor: a100 is a100_sxm.
+
+    Raises InputError for an unknown one.
+    """
+    key = name if name in GPUS else f"{name}_sxm"
+    if key not in GPUS:
+        raise InputError(f"unknown GPU {name!r}: known are {', '.join(GPUS)}")
+    return key
+
+
 def rising(values: FloatArray) -> tuple[FloatArray, int, float]:
     """`values` under a running maximum along every axis; how many entries that raised, and by what share at most.
 
@@ -88,6 +100,19 @@ def rising(values: FloatArray) -> tuple[FloatArray, int, float]:
     for axis in range(values.ndim):
         result = np.maximum.accumulate(result, axis=axis)
     return result, int(np.count_nonzero(result > values)), float(np.max(result / values) - 1)
+
+
+def halfway_rising(values: FloatArray) -> tuple[FloatArray, float]:
+    """The rising figures whose largest change is least, and that change as a share.
+
+    Halfway between the running maximum from below and the running minimum from above. For tables with steps down that
+    are no noise: a kernel that serves 16 rows faster than another serves 8.
+    """
+    high, low = values, np.flip(values)
+    for axis in range(values.ndim):
+        high, low = np.maximum.accumulate(high, axis=axis), np.minimum.accumulate(low, axis=axis)
+    result = (high + np.flip(low)) / 2
+    return result, float(np.max(np.abs(result / values - 1)))
 
 
 def assemble(
@@ -102,10 +127,14 @@ def assemble(
     origin: str,
     licence: str,
     notes: tuple[str, ...],
+    batches: Sequence[int] = BATCHES,
+    contexts: Sequence[int] = CONTEXTS,
+    prefill_tokens: Sequence[int] = PREFILL_TOKENS,
 ) -> Profile:
-    """A checked Profile on the shared grids; latencies float[BATCHES, CONTEXTS] and float[PREFILL_TOKENS].
+    """A checked Profile; latencies float[batches, contexts] and float[prefill_tokens].
 
-    Latencies are kept to the nanosecond, so that a file does not depend on the last bit of a sum.
+    Limits of an actor end with the grids where those end first. Latencies are kept to the nanosecond, so that a file
+    does not depend on the last bit of a sum.
     """
     data = ProfileData(
         schema=SCHEMA,
@@ -121,12 +150,12 @@ def assemble(
         weight_bytes=float(shape.weight_bytes),
         kv_bytes_per_token=float(shape.kv_bytes_per_token(tp)),
         kv_capacity_tokens=kv_capacity_tokens(shape, gpu, tp),
-        max_slots=min(MAX_SLOTS, BATCHES[-1]),
-        max_batched_tokens=MAX_BATCHED_TOKENS,
-        decode_batch=ints(BATCHES),
-        decode_context=ints(CONTEXTS),
+        max_slots=min(MAX_SLOTS, batches[-1]),
+        max_batched_tokens=min(MAX_BATCHED_TOKENS, prefill_tokens[-1]),
+        decode_batch=ints(batches),
+        decode_context=ints(contexts),
         decode_s=np.round(decode_s, 9),
-        prefill_tokens=ints(PREFILL_TOKENS),
+        prefill_tokens=ints(prefill_tokens),
         prefill_s=np.round(prefill_s, 9),
         iteration_overhead_s=0.0,
         cold_start_s=COLD_START_S,

@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from rlhfless.errors import InputError
+from rlhfless.errors import InputError, RlhflessError
 from rlhfless.types.arrays import FloatArray
+from rlhfless.types.cluster import GPUS
 from rlhfless.types.profile import Profile
 from rlhfless.units import MS
 from sim.profiles.common import (
@@ -25,10 +26,11 @@ from sim.profiles.common import (
     PROMPT_CAP_TOKENS,
     START_NOTE,
     assemble,
+    kv_capacity_tokens,
     memory_note,
     rising,
 )
-from sim.profiles.model import ModelShape
+from sim.profiles.model import ModelShape, read_shape
 from sim.profiles.registry import model_config, model_shape
 
 PACKAGE = "aiconfigurator-core"
@@ -83,26 +85,67 @@ def chosen(names: Sequence[str]) -> tuple[Target, ...]:
 
 def build(target: Target) -> Profile:
     """The profile of `target`, the same bytes on every run. Raises InputError if the package is missing."""
-    shape = model_shape(target.model)
-    shape.require_split(target.tp)
+    return _build(
+        model_shape(target.model), model_config(target.model), target.gpu, target.tp, target.name, BACKEND_VERSION,
+        f"python -m sim.profiles build {target.name}",
+    )  # fmt: skip
+
+
+def build_from(config: Path, gpu: str, tp: int) -> Profile:
+    """The profile of the model of a Hugging Face config.json on any GPU type that the package has measured.
+
+    Raises InputError for a config that cannot be read or that the package does not take, a GPU that was not measured, a
+    missing package; InfeasibleError where the model does not split or fit.
+    """
+    shape = read_shape(config)
+    shape.require_split(tp)
+    version = _version(gpu)
+    kv_capacity_tokens(shape, gpu, tp)
+    try:
+        return _build(
+            shape, config.read_bytes(), gpu, tp, f"{shape.key}_{gpu}_tp{tp}", version,
+            f"python -m sim.profiles tables CONFIG --gpu {gpu} --tp {tp}",
+        )  # fmt: skip
+    except RlhflessError:
+        raise
+    except Exception as error:  # the package has no base class of its errors
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise InputError(f"{config}: {PACKAGE} does not take this model on {tp} x {gpu} ({reason[0]})") from None
+
+
+def _version(gpu: str) -> str:
+    """The vLLM version of the package's current tables of a GPU type. Raises InputError where it has none."""
+    _engine_class()
+    from aiconfigurator_core.sdk.perf_database import get_version_slots
+
+    def slots(name: str) -> dict[str, str]:
+        return get_version_slots(name, BACKEND) or {}
+
+    if "current" not in slots(gpu):
+        measured = ", ".join(name for name in GPUS if "current" in slots(name))
+        raise InputError(f"{PACKAGE} has no {BACKEND} measurements of {gpu}; it has {measured}; or take a roofline")
+    return slots(gpu)["current"]
+
+
+def _build(shape: ModelShape, config: bytes, gpu: str, tp: int, name: str, version: str, command: str) -> Profile:
+    shape.require_split(tp)
     engine_class = _engine_class()
     with TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_bytes(model_config(target.model))
-        engine = engine_class.compile(folder, target.gpu, BACKEND, backend_version=BACKEND_VERSION, tp_size=target.tp)
+        Path(folder, "config.json").write_bytes(config)
+        engine = engine_class.compile(folder, gpu, BACKEND, backend_version=version, tp_size=tp)
     decode, decode_raised, decode_by = rising(_decode_s(engine.predict_decode_latency))
     prefill, prefill_raised, prefill_by = rising(_prefill_s(engine.predict_prefill_latency))
     return assemble(
         shape=shape,
-        gpu=target.gpu,
-        tp=target.tp,
-        name=target.name,
+        gpu=gpu,
+        tp=tp,
+        name=name,
         kind="tables",
         decode_s=decode,
         prefill_s=prefill,
         origin=(
-            f"{PACKAGE} {PACKAGE_VERSION}: operators measured by NVIDIA on {target.gpu} under vLLM {BACKEND_VERSION} "
-            f"(collectives partly under earlier versions), summed over the model; "
-            f"python -m sim.profiles build {target.name}"
+            f"{PACKAGE} {PACKAGE_VERSION}: operators measured by NVIDIA on {gpu} under vLLM {version} "
+            f"(collectives partly under earlier versions), summed over the model; {command}"
         ),
         licence=LICENCE,
         notes=(
@@ -112,9 +155,9 @@ def build(target: Target) -> Profile:
             "(the paper's prompt cap); longer prompts cost more attention than this says.",
             "Sums of measured operators leave out the engine's own work (scheduling, sampling, launches) and read 8 to "
             "25 % below whole engines; iteration_overhead_s is 0 here and may be calibrated.",
-            memory_note(shape, target.gpu, target.tp),
+            memory_note(shape, gpu, tp),
             START_NOTE,
-            *_doubts(shape, target),
+            *_doubts(shape, gpu, tp),
         ),
     )
 
@@ -147,14 +190,14 @@ def _rising_note(what: str, raised: int, of: int, share: float) -> str:
     return f"{raised} of {of} {what} figures were raised to a running maximum, by at most {share:.1%}."
 
 
-def _doubts(shape: ModelShape, target: Target) -> tuple[str, ...]:
+def _doubts(shape: ModelShape, gpu: str, tp: int) -> tuple[str, ...]:
     doubts = []
     if 0 < shape.max_positions < CONTEXTS[-1]:
         doubts.append(
             f"The model's position embedding ends at {shape.max_positions} tokens; the grid goes on to {CONTEXTS[-1]} "
             "because latency does not depend on it."
         )
-    if target.gpu == "l40s" and target.tp > 1:
+    if gpu == "l40s" and tp > 1:
         doubts.append(
             "All-reduces on L40S go over PCIe; those of the tables are slow, most of all at tp 4 (a few GB/s), where "
             "they outweigh the split: large batches and prefill come out slower than on fewer GPUs. Kept as measured."
