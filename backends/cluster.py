@@ -1,9 +1,10 @@
 """Processes on a Ray cluster: where engines run, how they start, stay warm and end.
 
 A process is one Ray actor with one engine on the GPUs that a plan names. It outlives an invocation where the plan wants
-warm starts: a warm pool is processes kept alive, so it holds its GPUs' memory between steps. At most one process is on
-a GPU; one whose GPUs are wanted otherwise is ended. Placement is by host, an actor at a time: a group of all of them
-would wait for the last and hold the rest.
+warm starts: a warm pool is processes kept alive. On CPUs it holds its memory between steps; on GPUs its engine sleeps,
+so that a learner finds them free. At most one process is on a GPU; one whose GPUs are wanted otherwise is ended.
+Placement is by host (`backends.nodes`), an actor at a time: a group of all of them would wait for the last and hold the
+rest.
 
 A private Ray ends with the process that has started it, also with one that is killed: its engines and servers within
 seconds, two small agents of Ray's own after a minute.
@@ -14,12 +15,16 @@ import os
 import select
 import shutil
 import signal
+import statistics
 import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
+from backends import nodes
 from backends.engine_types import EngineConfig
 from backends.environment import Device, engine_env, require
 from backends.redis_server import check_url
@@ -80,6 +85,9 @@ class RayConfig:
     """0: greedy. Above: responses are sampled, each from its own seed."""
     seed: int = 0
     """Seed of the responses' seeds."""
+    node_timeout_s: float = 0.0
+    """Seconds that machines of a cluster that starts them on demand may take to come up; Ray's autoscaler is asked for
+    them then, until `close`. 0: they must be there."""
     start_timeout_s: float = 300.0
     """Seconds from asking for a process to its first sign of life, weights included."""
     hang_timeout_s: float = 120.0
@@ -89,18 +97,23 @@ class RayConfig:
         if not (Path(self.model) / "config.json").is_file():
             raise InputError(f"model {self.model} is not a folder with a Hugging Face model (no config.json)")
         if self.kv not in ("redis", "none"):
+            # vLLM's NIXL hands over requests that have ended, each by a name that its first engine gives it: a step's
+            # responses are cut before their end, and found by what they hold
             raise InputError(f"kv {self.kv!r}: known are redis, none")
         if self.redis_url is not None:
             check_url(self.redis_url)
         for name in ("actor_cpus", "start_timeout_s", "hang_timeout_s"):
             if not getattr(self, name) > 0:
                 raise InputError(f"{name} {getattr(self, name)} must be above 0")
-        if not self.temperature >= 0:
-            raise InputError(f"temperature {self.temperature} must be at least 0")
+        for name in ("temperature", "node_timeout_s"):
+            if not getattr(self, name) >= 0:
+                raise InputError(f"{name} {getattr(self, name)} must be at least 0")
         self.engine(tp=1, prefix_caching=True, kv_connector=None)
 
-    def engine(self, *, tp: int, prefix_caching: bool, kv_connector: dict[str, Any] | None) -> EngineConfig:
-        """Config of one engine."""
+    def engine(
+        self, *, tp: int, prefix_caching: bool, kv_connector: dict[str, Any] | None, sleeps: bool = False
+    ) -> EngineConfig:
+        """Config of one engine. `sleeps`: it is kept between steps, and gives its GPUs' memory away meanwhile."""
         return EngineConfig(
             model=self.model,
             dtype=self.dtype,
@@ -113,6 +126,7 @@ class RayConfig:
             max_batched_tokens=self.max_batched_tokens,
             prefix_caching=prefix_caching,
             kv_connector=kv_connector,
+            sleep_mode=sleeps and self.device == "cuda",
         )
 
 
@@ -126,8 +140,16 @@ class Process:
     """GPUs of the cluster that it holds."""
     engine: EngineConfig
     """What it was built as."""
+    node: str
+    """Ray's node that it is on."""
     here: bool
-    """Whether it is on this machine."""
+    """Whether that is this machine."""
+    asked_s: float
+    """When it was asked for, by our clock."""
+    ahead_s: float | None = None
+    """When it was started or woken for a step that was yet to come; None once it is used."""
+    asleep: bool = False
+    """Whether its engine has given its memory away."""
     turn: int = 0
     """Invocations that it has served."""
     last_step: int = -1
@@ -155,20 +177,50 @@ class RayCluster:
     """The processes of a run. At most one on a GPU."""
 
     def __init__(self, cluster: Cluster, config: RayConfig) -> None:
-        """Join or start Ray. Raises InputError where it is missing or cannot be reached, or has fewer nodes than the
-        cluster has hosts."""
+        """Join or start Ray. Raises InputError where it is missing or cannot be reached, or has no nodes that are what
+        the cluster's hosts are said to be."""
         require("ray")
         self._cluster, self._config = cluster, config
+        self._needs = nodes.needs_of(cluster, config.device, config.actor_cpus)
+        self._startups_s: list[float] = []
         self._folder: Path | None = None
         self._pool: dict[tuple[int, ...], Process] = {}
         self._used: set[Process] = set()
         self._ending: list[Process] = []
+        self._asking = False
         self._join()
+        timeout_s = 0.0 if self._folder is not None else config.node_timeout_s
         try:
-            self._nodes = self._find_nodes()
+            if timeout_s:
+                self._asking = True
+                nodes.ask(self._needs)
+            self._nodes: tuple[str | None, ...] = nodes.find(self._needs, timeout_s=timeout_s)
         except BaseException:
             self.close()
             raise
+
+    @property
+    def startup_s(self) -> float | None:
+        """Median seconds from asking for a process to its engine being there, over those of this run; None before."""
+        return statistics.median(self._startups_s) if self._startups_s else None
+
+    def started_up(self, process: Process, up_s: float) -> None:
+        """A new process was up at `up_s`, by our clock."""
+        self._startups_s.append(max(0.0, up_s - process.asked_s))
+
+    def node(self, host: int) -> str:
+        """Ray's node of a host. Raises StepError while there is none."""
+        node = self._nodes[host]
+        if node is None:
+            raise StepError(f"host {host} of the cluster is lost, and Ray has no other node like it")
+        return node
+
+    def place(self, gpu: int) -> tuple[str, int]:
+        """Ray's node of a GPU, and its number there: hosts that share a node have its GPUs one after the other."""
+        host = int(self._cluster.host_of[gpu])
+        node, before = self.node(host), np.flatnonzero(self._cluster.host_of[:gpu] == host).size
+        shared = zip(self._cluster.hosts[:host], self._nodes, strict=False)
+        return node, int(before) + sum(other.gpus for other, its in shared if its == node)
 
     def take(self, gpus: tuple[int, ...], engine: EngineConfig) -> Process:
         """A process on `gpus`: that of the pool if it fits, else a new one, which is then still starting."""
@@ -186,6 +238,48 @@ class RayCluster:
         """An idle process goes back to the pool."""
         self._used.discard(process)
         self._pool[process.gpus] = process
+
+    def ahead(self, gpus: tuple[int, ...], engine: EngineConfig, *, new: bool) -> None:
+        """For a step to come: wake the process of the pool that sleeps on `gpus`, or start one there with `new`.
+
+        Nothing happens where other processes are on them.
+        """
+        on_them = [each for each in (*self._pool.values(), *self._used) if not set(gpus).isdisjoint(each.gpus)]
+        if not on_them and new:
+            process = self._start(gpus, engine)
+            process.ahead_s = process.asked_s
+            self._pool[gpus] = process
+        for process in on_them:
+            if process.gpus == gpus and process.engine == engine and process.asleep:
+                process.ahead_s, process.asleep = time.monotonic(), False
+                process.actor.wake.remote()
+
+    def untaken(self, wanted: set[tuple[int, ...]], engine: EngineConfig) -> list[Process]:
+        """Processes that were asked for ahead and that a step with `engine` on the GPUs `wanted` has no use for, out of
+        the pool: the caller ends them."""
+        found = [
+            each
+            for each in self._pool.values()
+            if each.ahead_s is not None and not (each.gpus in wanted and each.engine == engine)
+        ]
+        for process in found:
+            del self._pool[process.gpus]
+            self._used.add(process)
+        return found
+
+    def rest(self) -> None:
+        """Have the engines of the pool give their GPUs' memory away, where they can; returns when they have."""
+        import ray
+        from ray.exceptions import RayError
+
+        lying_down = [each for each in self._pool.values() if each.engine.sleep_mode and not each.asleep]
+        for process, call in [(process, process.actor.sleep.remote()) for process in lying_down]:
+            try:
+                ray.get(call, timeout=self._config.hang_timeout_s)
+                process.asleep = True
+            except (RayError, RlhflessError):  # its memory is free once it is dead, too
+                del self._pool[process.gpus]
+                self.end(process, hangs=True)
 
     def end(self, process: Process, *, hangs: bool = False) -> None:
         """Kill a process. Ray asks it first and waits 5 s, which is of no use with one that `hangs`."""
@@ -217,17 +311,23 @@ class RayCluster:
         return [process.pid for process in [*self._used, *self._pool.values()] if process.pid]
 
     def alive_hosts(self) -> list[bool]:
-        """Whether each host of the cluster has its node still."""
-        import ray
-
-        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-        return [node in alive for node in self._nodes]
+        """Whether each host of the cluster has a node. One that Ray has lost is replaced by another of the same kind as
+        soon as there is one."""
+        self._nodes = nodes.choose(self._needs, nodes.records(), self._nodes)
+        for process in [each for each in self._pool.values() if each.node not in self._nodes]:
+            del self._pool[process.gpus]
+            self.end(process)
+        return [node is not None for node in self._nodes]
 
     def close(self) -> None:
-        """End everything that was started here. May be called twice."""
+        """End everything that was started here, and ask for no nodes any more. May be called twice."""
         import ray
 
         self.end_all()
+        if self._asking:
+            self._asking = False
+            with contextlib.suppress(Exception):  # of a Ray that is gone itself, and its autoscaler with it
+                nodes.withdraw()
         if self._folder is not None:
             ray.shutdown()
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -270,18 +370,6 @@ class RayCluster:
         if address != LOOPBACK:
             raise InputError(f"a private Ray would listen on {address}: unset {_LOOPBACK_SWITCH}")
 
-    def _find_nodes(self) -> list[str]:
-        """Ray's node of each host; a single node carries them all."""
-        import ray
-
-        hosts = len(self._cluster.hosts)
-        alive = sorted(node["NodeID"] for node in ray.nodes() if node["Alive"])
-        if len(alive) == 1:
-            return alive * hosts
-        if len(alive) < hosts:
-            raise InputError(f"the cluster has {hosts} hosts, Ray has {len(alive)} nodes")
-        return alive[:hosts]
-
     def _start(self, gpus: tuple[int, ...], engine: EngineConfig) -> Process:
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -289,10 +377,15 @@ class RayCluster:
         hosts = {int(self._cluster.host_of[gpu]) for gpu in gpus}
         if len(hosts) > 1:
             raise InfeasibleError(f"an engine on GPUs {list(gpus)}: they are of several hosts")
-        node = self._nodes[hosts.pop()]
+        node = self.node(hosts.pop())
         needs: dict[str, Any] = {"num_cpus": self._config.actor_cpus}
+        env = engine_env(self._config.device)
         if self._config.device == "cuda":
             needs = {"num_cpus": 0, "num_gpus": len(gpus)}
+            # Ray would give it any that are free; the learner's are named by number as well
+            numbers = ",".join(str(self.place(gpu)[1]) for gpu in gpus)
+            env |= {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1", "CUDA_VISIBLE_DEVICES": numbers}
+        asked_s = time.monotonic()
         actor = (
             ray.remote(VllmActor)
             .options(
@@ -300,12 +393,12 @@ class RayCluster:
                 max_concurrency=THREADS,
                 max_restarts=0,
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
-                runtime_env={"env_vars": engine_env(self._config.device)},
+                runtime_env={"env_vars": env},
             )
             .remote(engine)
         )
         here = bool(node == ray.get_runtime_context().get_node_id())
-        return Process(actor=actor, gpus=gpus, engine=engine, here=here)
+        return Process(actor=actor, gpus=gpus, engine=engine, node=node, here=here, asked_s=asked_s)
 
     def _await_ends(self) -> None:
         until_s = time.monotonic() + END_S

@@ -5,10 +5,12 @@ iterations, so an answer takes at most one iteration; what has been generated so
 for nothing. The simulator's twin is `sim.engine.Engine`.
 
 One engine per process: a second one would share vLLM's global state with the first, and with a KV connector both would
-silently compute wrong KV. Forking is fine before the engine is built, not after.
+silently compute wrong KV. Forking is fine before the engine is built, not after. With tensor parallelism each rank is
+a child process, which ends when this process does; the engine fails when one of them ends.
 """
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
@@ -17,6 +19,7 @@ from typing import Any, Generic, TypeVar
 
 from backends.engine_types import EngineConfig, EngineCounters, EngineError, Finished, Partial, Request
 from backends.engine_vllm import Tally, add, build, one_line
+from backends.kv_rates import KVRates
 from rlhfless.errors import InputError
 
 _T = TypeVar("_T")
@@ -42,7 +45,10 @@ class StepEngine:
         self._live: dict[int, _Live] = {}
         self._finished: list[Finished] = []
         self._continued_tokens = 0
+        self._moved_kv_bytes = 0.0
         self._counters = self._tally.counters(self._engine.vllm_config.cache_config)
+        self._rates = KVRates() if config.kv_connector is not None else None
+        self._asleep = False
         self._error: EngineError | None = None
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -126,6 +132,8 @@ class StepEngine:
             self._require_idle("weights cannot change")
             self._engine.set_weight_version(version)
             self._version = version
+            if self._rates is not None:
+                self._rates.forget_loads()
 
         self._call(name)
 
@@ -138,6 +146,34 @@ class StepEngine:
                 raise EngineError(f"{self._what}: vLLM refused to reset the prefix cache")
 
         self._call(reset)
+
+    def sleep(self) -> None:
+        """Give the memory of the GPUs away until `wake`: weights go to the host's memory, KV is forgotten.
+
+        Weights come back as they were (vLLM's level 1), so that an engine whose weights are to stay is whole as well.
+        Raises InputError while responses run, and for an engine that was built without `sleep_mode`.
+        """
+
+        def sleep() -> None:
+            self._require_idle("it cannot sleep")
+            if not self._config.sleep_mode:
+                raise InputError(f"{self._what}: sleep needs sleep_mode")
+            if not self._asleep:
+                self._engine.sleep(level=1)
+                self._asleep = True
+
+        self._call(sleep)
+
+    def wake(self) -> None:
+        """Take the memory back; nothing happens where it is there. Raises EngineError where vLLM cannot."""
+
+        def wake() -> None:
+            if self._asleep:
+                if not self._engine.wake_up():
+                    raise EngineError(f"{self._what}: vLLM is not fully awake")
+                self._asleep = False
+
+        self._call(wake)
 
     def collective(self, method: str, **kwargs: Any) -> list[Any]:
         """Call a method of every worker, its own or the worker extension's; one result a worker. Between iterations.
@@ -204,21 +240,29 @@ class StepEngine:
         return not closing
 
     def _step(self) -> None:
+        started_s = time.perf_counter()
         outputs = self._engine.step()
+        step_s = time.perf_counter() - started_s
         with self._changed:
-            for output in outputs:
-                self._take(output)
-            self._counters = self._tally.counters(self._engine.vllm_config.cache_config)
+            continued_tokens = sum(self._take(output) for output in outputs)
+            before, self._counters = self._counters, self._tally.counters(self._engine.vllm_config.cache_config)
+            if self._rates is not None:
+                self._rates.note(step_s, before, self._counters)
+                # new responses seldom begin in the same step as continued ones; then this is the most that it can be
+                moved_tokens = min(continued_tokens, self._counters.external_tokens - before.external_tokens)
+                self._moved_kv_bytes += self._rates.bytes_of(moved_tokens, self._counters.block_tokens)
             if self._finished:
                 self._changed.notify_all()
 
-    def _take(self, output: Any) -> None:
-        response = int(output.request_id)
+    def _take(self, output: Any) -> int:
+        """Write an output down; of a continued response with its first token here, tokens that were not computed."""
+        response, found_tokens = int(output.request_id), 0
         live, new = self._live[response], output.outputs[0]
         if live.stats is None:
             live.stats, live.cached_tokens = output.metrics, output.num_cached_tokens
             if live.request.generated:
-                self._continued_tokens += len(live.request.token_ids) - live.cached_tokens
+                found_tokens = live.cached_tokens
+                self._continued_tokens += len(live.request.token_ids) - found_tokens
         live.tokens += new.token_ids
         live.logprobs += [of[token].logprob for token, of in zip(new.token_ids, new.logprobs, strict=True)]
         if output.finished:
@@ -233,6 +277,7 @@ class StepEngine:
                     done=live.partial(),
                 )
             )
+        return found_tokens
 
     def _add(self, requests: list[Request]) -> None:
         here = [request.response for request in requests if request.response in self._live]
@@ -242,13 +287,19 @@ class StepEngine:
         try:
             for request in requests:
                 # the salt keeps KV of different weights apart, in the prefix cache and under a connector's keys
-                add(self._engine, request, salt=self._version)
+                add(self._engine, request, salt=self._version, recompute=self._recompute(request))
                 added.append(str(request.response))
         except InputError:
             self._engine.abort_request(added)
             raise
         with self._changed:
             self._live.update((request.response, _Live(request)) for request in requests)
+
+    def _recompute(self, request: Request) -> bool:
+        """Whether a response that comes from elsewhere is sooner computed again than fetched."""
+        if self._rates is None or not request.generated:
+            return False
+        return self._rates.recompute(len(request.token_ids), self._counters.block_tokens)
 
     def _abort(self, responses: list[int]) -> dict[int, Partial]:
         left = [response for response in responses if response in self._live]
@@ -267,6 +318,7 @@ class StepEngine:
         return replace(
             last,
             continued_tokens=self._continued_tokens,
+            moved_kv_bytes=self._moved_kv_bytes,
             running=running,
             waiting=live - running,
             kv_blocks_used=last.kv_blocks_used if live else 0,

@@ -44,6 +44,11 @@ class EngineConfig:
     """vLLM's own seed. Responses are drawn from their own seeds, so nothing depends on it but randomly made weights."""
     kv_connector: Mapping[str, Any] | None = None
     """Arguments of vLLM's KVTransferConfig: where KV is fetched from and stored to."""
+    sleep_mode: bool = False
+    """Whether the engine can give the memory of its GPUs away while it rests, for `StepEngine.sleep`; not on CPUs."""
+    weight_transfer: Mapping[str, Any] | None = None
+    """Arguments of vLLM's WeightTransferConfig (`backends.weight_sync.transfer_config`): how a trainer sends weights to
+    the engine's GPUs. None: weights come as files."""
     worker_extension: str | None = None
     """Dotted name of a class whose methods the workers get, for `StepEngine.collective`."""
 
@@ -58,6 +63,8 @@ class EngineConfig:
             )
         if self.device == "cpu" and self.kv_cache_bytes is None:
             raise InputError("engine: kv_cache_bytes must be given on CPUs")
+        if self.device == "cpu" and self.sleep_mode:
+            raise InputError("engine: sleep_mode is for GPUs; on CPUs it would free nothing")
         if self.device == "cpu" and not (Path(self.model) / "config.json").is_file():
             raise InputError(f"engine: {self.model} is not a folder with a Hugging Face model (no config.json)")
 
@@ -150,6 +157,8 @@ class EngineCounters:
     """Tokens computed again because their response was preempted."""
     generated_tokens: int = 0
     """Tokens generated."""
+    moved_kv_bytes: float = 0.0
+    """KV that the connector has fetched for responses that came with tokens generated elsewhere."""
     preemptions: int = 0
     """Times a response lost its KV because it ran out (counted when the response goes on)."""
     running: int = 0

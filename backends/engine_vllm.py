@@ -1,5 +1,6 @@
 """What is asked of vLLM beyond stepping: building an engine, queueing a request, counting. vLLM is imported on use."""
 
+import os
 from typing import Any
 
 from backends.engine_types import EngineConfig, EngineCounters, EngineError, Request
@@ -64,7 +65,7 @@ def build(config: EngineConfig, tally: Tally) -> Any:
     prepare(config.device)
     require("vllm")
     from tqdm import tqdm
-    from vllm.config import KVTransferConfig
+    from vllm.config import KVTransferConfig, WeightTransferConfig
     from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -73,6 +74,8 @@ def build(config: EngineConfig, tally: Tally) -> Any:
         raise InputError(
             f"engine: device {config.device}, but the installed vLLM runs on {current_platform.device_type}"
         )
+    if config.tp > 1:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # its ranks are on one host, and need not be heard beyond
     tqdm.monitor_interval = 0  # the watcher thread of a progress bar would outlive the engine
     extras: dict[str, Any] = {}
     if config.worker_extension is not None:
@@ -80,10 +83,15 @@ def build(config: EngineConfig, tally: Tally) -> Any:
     try:
         if config.kv_connector is not None:
             extras["kv_transfer_config"] = KVTransferConfig(**config.kv_connector)
+        if config.weight_transfer is not None:
+            extras["weight_transfer_config"] = WeightTransferConfig(**config.weight_transfer)
         arguments = EngineArgs(
             model=config.model,
             dtype=config.dtype,
             tensor_parallel_size=config.tp,
+            # several ranks: a child each, which ends when this process does; vLLM's own choice would be Ray in a Ray
+            # actor with a placement group
+            distributed_executor_backend="mp" if config.tp > 1 else None,
             max_model_len=config.max_model_len,
             max_num_seqs=config.max_slots,
             kv_cache_memory_bytes=config.kv_cache_bytes,
@@ -92,6 +100,7 @@ def build(config: EngineConfig, tally: Tally) -> Any:
             enable_prefix_caching=config.prefix_caching,
             seed=config.seed,
             enforce_eager=config.device == "cpu",
+            enable_sleep_mode=config.sleep_mode,
             async_scheduling=False,  # an abort must know every token that has been computed
             logits_processors=[NOISE_PROCESSOR],
             enable_logging_iteration_details=True,  # the tokens that each iteration computes, for the tally
@@ -102,8 +111,11 @@ def build(config: EngineConfig, tally: Tally) -> Any:
         raise EngineError(f"engine of {config.model} cannot be built: {one_line(error)}") from error
 
 
-def add(engine: Any, request: Request, *, salt: str) -> None:
-    """Queue a request; KV is shared only among those of one `salt`. Raises InputError for what vLLM refuses."""
+def add(engine: Any, request: Request, *, salt: str, recompute: bool = False) -> None:
+    """Queue a request; KV is shared only among those of one `salt`, and with `recompute` this one looks for none.
+
+    Raises InputError for what vLLM refuses.
+    """
     from vllm.exceptions import VLLMValidationError
     from vllm.inputs import tokens_input
     from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -117,6 +129,7 @@ def add(engine: Any, request: Request, *, salt: str) -> None:
         ignore_eos=request.force_length,
         logprobs=0,  # that of the token itself
         detokenize=False,
+        skip_reading_prefix_cache=recompute,
         output_kind=RequestOutputKind.DELTA,
     )
     try:

@@ -151,6 +151,7 @@ class Generation:
         self.cuts = self.failures = 0
         self.computed_tokens = self.continued_tokens = self.recomputed_tokens = 0
         self.generated_tokens = self.preemptions = 0
+        self.moved_kv_bytes = 0.0
         self._owner = [0] * self.left
         self._place = [0] * self.left
         self._owned: list[set[int]] = [set(share) for share in shares]
@@ -292,6 +293,7 @@ class Generation:
         self.computed_tokens += last.computed_tokens - base.computed_tokens - continued
         self.recomputed_tokens += last.recomputed_tokens - base.recomputed_tokens + continued
         self.preemptions += last.preemptions - base.preemptions
+        self.moved_kv_bytes += last.moved_kv_bytes - base.moved_kv_bytes
         # what a dead one has generated beyond its reports is lost
         self.generated_tokens += last.generated_tokens - base.generated_tokens if alive else actor.accepted_tokens
 

@@ -8,6 +8,9 @@ to its end. Nobody hands anything over: an engine saves each block in the step t
 and another engine that is given the same tokens finds them. A block that is gone, cut short, changed or of another
 layout is computed again, as is everything while Redis is away; neither gives a wrong answer or stops a step.
 
+An engine of several tensor parallel ranks holds a part of each block in each, and saves it as parts: values of their
+own, whose keys say which part of how many. A block is there when all of its parts are.
+
 This module loads without vLLM and torch.
 """
 
@@ -18,8 +21,9 @@ import struct
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import partial
+from operator import add
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -48,7 +52,7 @@ _NAME = re.compile(r"[A-Za-z0-9._-]{1,100}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVCounters:
-    """What the stores of this process have done since it started."""
+    """What the stores of an engine have done since its process started. Blocks are whole ones, of all ranks."""
 
     saved_blocks: int = 0
     """Blocks that Redis has taken."""
@@ -86,8 +90,35 @@ _PROCESS = _Process()
 
 
 def counters() -> KVCounters:
-    """A snapshot. Only of this process: with vLLM's engine in a process of its own, ask there."""
+    """A snapshot. Of this process, and of its engine's ranks in others: with the scheduler elsewhere, ask there."""
     return KVCounters(**_PROCESS.counts)  # type: ignore[arg-type]  # counts are whole, seconds are not
+
+
+def since(before: KVCounters) -> KVCounters:
+    """What has been counted after the snapshot `before`."""
+    now = counters()
+    return KVCounters(**{name: getattr(now, name) - getattr(before, name) for name in _COUNTS})
+
+
+def side_by_side(a: KVCounters, b: KVCounters) -> KVCounters:
+    """What two ranks have done with their parts of the same blocks at the same time, counted in blocks.
+
+    A block is saved where both have saved it, and in trouble where either is; bytes and failures add up.
+    """
+    return KVCounters(**{name: _COUNTS[name](getattr(a, name), getattr(b, name)) for name in _COUNTS})
+
+
+def count(gained: KVCounters) -> None:
+    """Add what ranks in other processes have done."""
+    _count(**asdict(gained))
+
+
+_FEWEST = ("saved_blocks", "loaded_blocks")
+_SUM = ("saved_bytes", "loaded_bytes", "failures")
+_COUNTS: dict[str, Callable[[Any, Any], Any]] = {
+    each.name: min if each.name in _FEWEST else add if each.name in _SUM else max for each in fields(KVCounters)
+}
+"""How each counter of two ranks becomes one."""
 
 
 def _count(**amounts: float) -> None:
@@ -164,7 +195,8 @@ class BlockStore(Protocol):
     """Where blocks are kept. Nothing that befalls a store is raised: what it cannot give is computed again."""
 
     def fetch(self, keys: Sequence[bytes]) -> list[memoryview]:
-        """KV of the first `keys`, up to the first that is not there or not right. KV is used from the left only."""
+        """KV of the first `keys`, up to the first block of which a part is not there or not right: KV is used from the
+        left only."""
         ...
 
     def save(self, keys: Sequence[bytes], read: Callable[[int, int], npt.NDArray[np.uint8]]) -> None:
@@ -204,9 +236,10 @@ class RedisSettings:
             if not (isinstance(value, int | float) and 0.001 <= value < math.inf):
                 raise InputError(f"KV over Redis: {name} {value} must be at least 0.001 seconds and finite")
 
-    def key(self, version: str, block_hash: bytes) -> bytes:
-        """Where Redis keeps the block with vLLM's hash `block_hash`, computed with weights `version`."""
-        return f"rlkv:{self.namespace}:{version}:".encode() + block_hash
+    def key(self, version: str, block_hash: bytes, *, rank: int = 0, ranks: int = 1) -> bytes:
+        """Where Redis keeps what `rank` of `ranks` holds of the block with vLLM's hash `block_hash`, computed with
+        weights `version`."""
+        return f"rlkv:{self.namespace}:{version}:{rank}/{ranks}:".encode() + block_hash
 
 
 class RedisBlocks:
@@ -222,15 +255,17 @@ class RedisBlocks:
         *,
         layout: bytes,
         block_bytes: int,
+        parts: int = 1,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        """Values hold `block_bytes` of KV each; `fetch` takes those of a block's `parts` one after the other."""
         from redis.exceptions import RedisError
 
         self._settings, self._layout, self._clock = settings, layout, clock
-        self._block_bytes = block_bytes
+        self._block_bytes, self._parts = block_bytes, parts
         self._client = connect(settings.url, timeout_s=settings.timeout_s)
         self._failures = (RedisError, OSError)
-        self._chunk = max(1, CHUNK_BYTES // block_bytes)
+        self._chunk = max(1, CHUNK_BYTES // (block_bytes * parts)) * parts
         self._rest_until_s = self._full_until_s = -math.inf
 
     def fetch(self, keys: Sequence[bytes]) -> list[memoryview]:
@@ -240,13 +275,15 @@ class RedisBlocks:
             asked = keys[at : at + self._chunk]
             values = self._try(partial(self._client.mget, asked))
             if values is None or self._clock() - started_s > self._settings.budget_s:
-                _count(skipped_blocks=len(keys) - at)
+                _count(skipped_blocks=(len(keys) - at) // self._parts)
                 break
             good = self._leading(asked, values)
             found += good
             if len(good) < len(asked):
                 break
-        _count(loaded_blocks=len(found), loaded_bytes=sum(map(len, found)) + HEADER_BYTES * len(found),
+        blocks = len(found) // self._parts
+        del found[blocks * self._parts :]
+        _count(loaded_blocks=blocks, loaded_bytes=sum(map(len, found)) + HEADER_BYTES * len(found),
                load_s=self._clock() - started_s)  # fmt: skip
         return found
 
@@ -269,7 +306,7 @@ class RedisBlocks:
         found: list[memoryview] = []
         for key, value in zip(keys, values, strict=True):
             if value is None:
-                _count(missing_blocks=sum(value is None for value in values))
+                _count(missing_blocks=len({at // self._parts for at, each in enumerate(values) if each is None}))
                 break
             try:
                 kv = unpack(key, self._layout, value)

@@ -1,17 +1,17 @@
 """The executor on a real cluster: one plan in, one report out, with vLLM engines in Ray actors.
 
-The twin of `sim.executor`. Generation is real (`backends.ray_step`), and so are rewards where a function for them is
-given. Learning is a stand-in that publishes the model's own weights under the next version: what a step pays for a
-change of weights is real, what a learner computes is not there, and its time says only that. Reference and critic are
-not run. What a plan asks for ahead (`Prewarm`) is not, since a step is only known when the one before has ended: warm
-starts are processes kept alive, all others begin with the step.
+The twin of `sim.executor`. Generation is real (`backends.ray_step`). With a `Trainer` so is all else: reward, reference
+and critic, each a function of its own, then the update; the weights of the next step are published as soon as they are
+there. Without one, learning is a stand-in that publishes the model's own weights under the next version: what a step
+pays for a change of weights is real, what a learner computes is not there, and its time says only that. How processes
+start is the plan's: warm ones are kept alive, prewarmed ones are asked for while the step before still learns
+(`backends.prewarm`), cold ones begin with the step.
 """
 
 import atexit
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
@@ -19,15 +19,17 @@ from typing import Any
 import numpy as np
 
 from backends.cluster import RayCluster, RayConfig, StepError
-from backends.engine_types import EngineConfig, FinishReason, Request
+from backends.engine_types import EngineConfig, Request
 from backends.kv_transfer import redis_config
+from backends.prewarm import Prewarming
 from backends.ray_step import RayStep, Weights
 from backends.redis_server import RedisServer, connect
-from backends.weight_sync import discard, publish
+from backends.trainer import Generated, Trainer
+from backends.weight_sync import Published, discard, publish
 from rlhfless.errors import InfeasibleError, InputError, PlanError
 from rlhfless.executor import Life
 from rlhfless.rng import stream
-from rlhfless.types.arrays import FloatArray, IntArray, floats, ints
+from rlhfless.types.arrays import FloatArray, floats, ints
 from rlhfless.types.cluster import Cluster, ClusterState
 from rlhfless.types.outcome import Outcome
 from rlhfless.types.plan import Plan
@@ -36,22 +38,6 @@ from rlhfless.types.workload import Workload
 
 PING_S = 1.0
 """Seconds in which the private Redis must answer before a step (chosen), or a new one takes its place."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Generated:
-    """One response."""
-
-    tokens: IntArray
-    """int[tokens]: token ids, the end token included."""
-    logprobs: FloatArray
-    """float[tokens]: their log-probabilities under the model that drew them, without temperature."""
-    finish_reason: FinishReason
-    """stop: the model ended it. length: its budget is used up."""
-    weight_version: str
-    """Weights that drew it."""
-    cached_tokens: int
-    """Prompt tokens that were not computed when it was first admitted: cached there, or fetched."""
 
 
 Lengths = Callable[[Workload], Outcome]
@@ -74,9 +60,12 @@ class RayExecutor:
         self.results: tuple[Generated, ...] = ()
         """Responses of the last step, by number."""
         self.scores: FloatArray | None = None
-        """What `rewards` has said of them."""
+        """Their rewards."""
+        self.learned: Any = None
+        """What the trainer tells of the last step."""
         self.steps = 0
         """Executions so far, those that failed included."""
+        self._trainer: Trainer | None = None
         self._born_s = time.monotonic()
         self._run = token_hex(8)
         self._weights = Weights(version="0", published=None)
@@ -102,6 +91,24 @@ class RayExecutor:
         """Weights that the next step draws from."""
         return self._weights.version
 
+    def draw_from(self, published: Published) -> None:
+        """The next step draws from these weights. They are discarded when others take their place, or at the end."""
+        last, self._weights = self._weights, Weights(version=published.version, published=published)
+        if last.published is not None:  # every process that is left loads the newest when it is next used
+            discard(last.published)
+
+    def train_with(self, trainer: Trainer) -> None:
+        """From now on steps are learned from. Weights other than the model folder's are published at once."""
+        assert self.steps == 0, "before the first step"
+        self._trainer = trainer
+        if trainer.version != self._weights.version:
+            self._publish()
+        trainer.rest()
+
+    def places(self, gpus: Sequence[int]) -> list[tuple[str, int]]:
+        """(Ray's node, number of the GPU there) of GPUs of the cluster."""
+        return [self._processes.place(gpu) for gpu in gpus]
+
     def pids(self) -> list[int]:
         """Process ids of the engines that live, on their hosts."""
         return self._processes.pids()
@@ -115,24 +122,18 @@ class RayExecutor:
     def execute(self, plan: Plan, workload: Workload) -> StepReport:
         """Run one step to its end.
 
+        Raises what `evaluate` raises, and what the trainer raises; an exception of its own ends the step as well.
+        """
+        return self._run_step(plan, workload, learns=True)
+
+    def evaluate(self, plan: Plan, workload: Workload) -> StepReport:
+        """Generate and reward, without learning: the next step draws from the same weights.
+
         Raises PlanError for a plan that breaks its own laws, InputError for one of another cluster or workload,
         InfeasibleError for what no engine of this config can hold, before anything is started. Raises StepError, or an
         interrupt, once all that the step has started is ended: it can be executed again.
         """
-        assert not self._closed, "closed"
-        plan.check()
-        outcome = self.lengths(workload) if self.lengths is not None else None
-        self._require_match(plan, workload, outcome)
-        from ray.exceptions import RayError
-
-        self.steps += 1
-        try:
-            return self._execute(plan, workload, outcome)
-        except BaseException as error:
-            self._processes.end_used()
-            if isinstance(error, RayError):
-                raise StepError(f"step {plan.step}: Ray has failed, {str(error).splitlines()[0]}") from error
-            raise
+        return self._run_step(plan, workload, learns=False)
 
     def close(self) -> None:
         """End every process, the private Redis and the private Ray. May be called twice."""
@@ -145,10 +146,28 @@ class RayExecutor:
                 self._redis.stop()
             if self._weights.published is not None:
                 discard(self._weights.published)
+            with suppress(OSError):  # never made, or something else is in it
+                (self.config.run_folder / self._run).rmdir()
 
     # ---- a step
 
-    def _execute(self, plan: Plan, workload: Workload, outcome: Outcome | None) -> StepReport:
+    def _run_step(self, plan: Plan, workload: Workload, *, learns: bool) -> StepReport:
+        assert not self._closed, "closed"
+        plan.check()
+        outcome = self.lengths(workload) if self.lengths is not None else None
+        self._require_match(plan, workload, outcome)
+        from ray.exceptions import RayError
+
+        self.steps += 1
+        try:
+            return self._execute(plan, workload, outcome, learns)
+        except BaseException as error:
+            self._processes.end_used()
+            if isinstance(error, RayError):
+                raise StepError(f"step {plan.step}: Ray has failed, {str(error).splitlines()[0]}") from error
+            raise
+
+    def _execute(self, plan: Plan, workload: Workload, outcome: Outcome | None, learns: bool) -> StepReport:
         engine = self._engine(plan)
         zero_s = time.monotonic()
         step = RayStep(
@@ -180,8 +199,13 @@ class RayExecutor:
             for life in lives:
                 if life.function == "decode":
                     life.until(generated_s, "wait-longest")
-        prepared_s = self._prepare(plan, workload, lives, generated_s, zero_s)
-        learned_s = self._learn(plan, lives, zero_s)
+        if learns:
+            prepared_s = self._prepare(plan, workload, lives, generated_s, zero_s)
+            with Prewarming(self._processes, plan, engine):
+                learned_s = self._learn(plan, workload, lives, zero_s)
+        else:
+            self.scores = self._trainer.score(workload, self.results) if self._trainer is not None else None
+            prepared_s = learned_s = time.monotonic() - zero_s
         return self._report(plan, workload, step, zero_s, (generated_s, prepared_s, learned_s))
 
     def _engine(self, plan: Plan) -> EngineConfig:
@@ -195,7 +219,11 @@ class RayExecutor:
             url = self._redis.url if self._redis is not None else self.config.redis_url
             assert url is not None
             connector = redis_config(url, self._run)
-        return self.config.engine(tp=plan.tp, prefix_caching=plan.prefix_caching, kv_connector=connector)
+        # only "split" gives engines GPUs that nobody else wants between steps
+        sleeps = plan.hosting == "colocated" or (plan.hosting == "serverless" and plan.start == "warm")
+        return self.config.engine(
+            tp=plan.prefill_tp, prefix_caching=plan.prefix_caching, kv_connector=connector, sleeps=sleeps
+        )
 
     def _requests(self, plan: Plan, workload: Workload, outcome: Outcome | None) -> list[Request]:
         assert workload.prompts is not None
@@ -218,33 +246,56 @@ class RayExecutor:
         ]
 
     def _prepare(self, plan: Plan, workload: Workload, lives: list[Life], generated_s: float, zero_s: float) -> float:
-        """Rewards, on the GPUs of the plan's reward function; when they are there."""
-        self.scores = None
-        if self.rewards is None:
-            return generated_s
-        gpus = dict(plan.placement.preparation).get("reward", plan.placement.learner)
-        life = Life(function="reward", index=0, gpus=gpus, at_s=time.monotonic() - zero_s)
-        self.scores = floats(self.rewards(workload, self.results))
-        if self.scores.shape != (plan.responses,):
-            raise InputError(f"rewards of shape {self.scores.shape}, the step has {plan.responses} responses")
-        prepared_s = time.monotonic() - zero_s
-        life.until(prepared_s, "score")
-        lives.append(life)
+        """The preparation functions that there are, one after the other on the GPUs that the plan names; when they are
+        done."""
+        self.scores, trainer = None, self._trainer
+        functions: tuple[str, ...] = ("reward",) if self.rewards is not None else ()
+        if trainer is not None:
+            functions = trainer.functions
+            trainer.wake()
+        places, prepared_s = dict(plan.placement.preparation), generated_s
+        for name in functions:
+            gpus = places.get(name, plan.placement.learner)
+            life = Life(function=name, index=0, gpus=gpus, at_s=prepared_s)
+            found = (
+                trainer.prepare(name, len(gpus), workload, self.results)
+                if trainer is not None
+                else self._rewarded(workload)
+            )
+            if name == "reward":
+                self.scores = found
+            prepared_s = time.monotonic() - zero_s
+            life.until(prepared_s, "score")
+            lives.append(life)
         return prepared_s
 
-    def _learn(self, plan: Plan, lives: list[Life], zero_s: float) -> float:
-        """The stand-in: the same weights under the next version; when they are published."""
-        life = Life(function="learner", index=0, gpus=plan.placement.learner, at_s=time.monotonic() - zero_s)
-        last = self._weights
-        version = str(int(last.version) + 1)
-        published = publish(Path(self.config.model), self.config.run_folder / self._run, version)
-        self._weights = Weights(version=version, published=published)
-        if last.published is not None:  # every process that is left loads the newest when it is next used
-            discard(last.published)
+    def _rewarded(self, workload: Workload) -> FloatArray:
+        assert self.rewards is not None
+        scores = floats(self.rewards(workload, self.results))
+        if scores.shape != (len(self.results),):
+            raise InputError(f"rewards of shape {scores.shape}, the step has {len(self.results)} responses")
+        return scores
+
+    def _learn(self, plan: Plan, workload: Workload, lives: list[Life], zero_s: float) -> float:
+        """The update, or its stand-in, and its weights under the next version; when they are published."""
+        gpus = plan.placement.learner
+        life = Life(function="learner", index=0, gpus=gpus, at_s=time.monotonic() - zero_s)
+        if self._trainer is not None:
+            self.learned = self._trainer.learn(len(gpus), workload, self.results)
+        self._publish()
+        if self._trainer is not None:
+            self._trainer.rest()
         learned_s = time.monotonic() - zero_s
         life.until(learned_s, "train")
         lives.append(life)
         return learned_s
+
+    def _publish(self) -> None:
+        folder = self.config.run_folder / self._run
+        if self._trainer is not None:
+            self.draw_from(self._trainer.publish(folder))
+        else:
+            self.draw_from(publish(Path(self.config.model), folder, str(int(self._weights.version) + 1)))
 
     def _report(
         self, plan: Plan, workload: Workload, step: RayStep, zero_s: float, ends_s: tuple[float, float, float]
@@ -278,12 +329,12 @@ class RayExecutor:
                 cuts=done.cuts,
                 moves=sum(done.moves),
                 failures=done.failures + step.prefill_failures,
-                moved_kv_bytes=0.0,  # KV goes through Redis block by block as it is made, whether or not it will move
+                moved_kv_bytes=done.moved_kv_bytes,
             ),
         )
 
     def _require_match(self, plan: Plan, workload: Workload, outcome: Outcome | None) -> None:
-        where, config = f"step {workload.step}", self.config
+        where = f"step {workload.step}"
         shape = (workload.size, workload.responses_per_prompt)
         if (plan.prompts, plan.responses_per_prompt) != shape:
             raise InputError(
@@ -298,6 +349,11 @@ class RayExecutor:
                 raise InputError(f"{where}: a response of {outcome.response_tokens.max()} tokens is above the cap")
         if plan.cluster_gpus != self.cluster.gpus:
             raise InputError(f"{where}: a plan for {plan.cluster_gpus} GPUs, this cluster has {self.cluster.gpus}")
+        self._require_engines(plan, workload)
+
+    def _require_engines(self, plan: Plan, workload: Workload) -> None:
+        """Raise unless engines of this config can hold the plan."""
+        where, config = f"step {workload.step}", self.config
         slots = max(actor.slots for actor in plan.actors)
         if slots > config.max_slots:
             raise InfeasibleError(f"{where}: an actor of {slots} slots, engines have {config.max_slots}")
@@ -306,13 +362,16 @@ class RayExecutor:
             raise InfeasibleError(
                 f"{where}: prompt and response of up to {longest} tokens, engines hold {config.max_model_len}"
             )
-        if plan.tp > 1 and config.kv == "redis":
-            raise InfeasibleError(f"{where}: KV over Redis is for engines of one GPU, the plan has {plan.tp}; use none")
+        tp = plan.prefill_tp
+        if plan.sizes != (tp,):
+            raise InfeasibleError(
+                f"{where}: actors of {plan.sizes} GPUs, prefill of {tp}; engines here are of one size"
+            )
         if plan.prefill is not None:
             if config.kv == "none":
                 raise PlanError(f"{where}: a prefill actor's KV needs a way to the decode actors, kv is none")
-            if len(plan.placement.learner) < plan.tp:
-                raise PlanError(f"{where}: a prefill actor of {plan.tp} GPUs on {len(plan.placement.learner)}")
+            if len(plan.placement.learner) < tp:
+                raise PlanError(f"{where}: a prefill actor of {tp} GPUs on {len(plan.placement.learner)}")
 
 
 def _prefixes(plan: Plan, workload: Workload) -> list[Request]:

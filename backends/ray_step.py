@@ -7,6 +7,7 @@ process is dead: it is killed, so that it cannot come back, and others go on.
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -26,6 +27,9 @@ TICK_S = 0.5
 MOST_REVIVALS = 2
 """New processes in a step for actors of which no other was left (chosen: a fault that three of them die of is not
 theirs)."""
+UP_S = 0.2
+"""Seconds that processes which nobody needs have for saying since when they have been up (chosen: an answer takes
+some milliseconds, and one that does not come is that of a process that is still starting)."""
 MOST_CAUSE = 300
 """Characters of a cause that are told."""
 
@@ -52,6 +56,8 @@ class Invocation:
     """Where it runs."""
     life: Life
     """Its record."""
+    called_s: float
+    """When it was called, by our clock."""
     seen_s: float
     """When it last gave a sign of life, or was given something to do."""
     begun: Begun | None = None
@@ -97,7 +103,7 @@ class RayStep:
         self.lives: list[Life] = []
         self.prefill_end_s: float | None = None
         self.prefilled_tokens = self.prefill_failures = 0
-        self.revivals = 0
+        self.revivals = self.untaken = 0
         self.causes: list[str] = []
         self._keep = plan.start == "warm" or plan.hosting != "serverless"
         self._shares: list[Sequence[Request]] = []
@@ -108,6 +114,7 @@ class RayStep:
     def run(self) -> None:
         """Generate every response. Raises StepError when actors keep dying, and whatever interrupts it; what it has
         taken from the cluster is then still there, for the caller to end."""
+        self._end_untaken()
         shared = self._start_prefill()
         for index, gpus in enumerate(self.plan.placement.decode):
             if shared.isdisjoint(gpus):
@@ -127,6 +134,7 @@ class RayStep:
             self._look_at_deadlines()
         for invocation in list(self._decode.values()):  # still starting, while others have done its work
             self._part(invocation, "done")
+        self.cluster.rest()
 
     # ---- what a generation asks for
 
@@ -150,17 +158,44 @@ class RayStep:
         self.revivals += 1
         if self.revivals > MOST_REVIVALS:
             raise StepError(f"step {self.plan.step}: its actors keep dying, {self.causes[-1]}")
-        self._start_decode(actor, len(self.plan.actors) + self.revivals - 1)
+        self._start_decode(actor, len(self.plan.actors) + self.untaken + self.revivals - 1)
 
     # ---- invocations
 
+    def _end_untaken(self) -> None:
+        """End processes that were asked for ahead and are of no use in this step, and write them down."""
+        import ray
+        from ray.exceptions import RayError
+
+        wanted = {*self.plan.placement.decode, *self._replicas()}
+        processes = self.cluster.untaken(wanted, self.engine)
+        asked = [process.actor.up_for.remote() for process in processes]
+        answered = set(ray.wait(asked, num_returns=len(asked), timeout=UP_S)[0]) if asked else set()
+        for number, (process, call) in enumerate(zip(processes, asked, strict=True), len(self.plan.actors)):
+            assert process.ahead_s is not None
+            life = Life(function="decode", index=number, gpus=process.gpus, at_s=self._since(process.ahead_s))
+            if call in answered:
+                with suppress(RayError):  # it has died in the attempt, and has held its GPUs no less
+                    life.until(self._now() - ray.get(call), "start-up")
+                    life.until(self._now(), "early")
+            life.until(self._now(), "start-up")
+            self.lives.append(life)
+            self.cluster.end(process)
+        self.untaken = len(processes)
+
+    def _replicas(self) -> list[tuple[int, ...]]:
+        """GPUs of each replica of the prefill actor."""
+        if self.plan.prefill is None:
+            return []
+        tp, learner = self.plan.prefill_tp, self.plan.placement.learner
+        replicas = [learner[start : start + tp] for start in range(0, len(learner) - tp + 1, tp)]
+        return replicas[: len(self.prefixes)]
+
     def _start_prefill(self) -> set[int]:
         """Start the prefill actor's replicas; the GPUs that they hold until it ends."""
-        if self.plan.prefill is None:
+        replicas = self._replicas()
+        if not replicas:
             return set()
-        tp, learner = self.plan.tp, self.plan.placement.learner
-        replicas = [learner[start : start + tp] for start in range(0, len(learner) - tp + 1, tp)]
-        replicas = replicas[: len(self.prefixes)]
         bounds = [len(self.prefixes) * index // len(replicas) for index in range(len(replicas) + 1)]
         # neighbours have most in common, and are computed by one replica
         self._shares = [self.prefixes[start:end] for start, end in pairwise(bounds)]
@@ -174,14 +209,16 @@ class RayStep:
 
     def _start(self, function: str, index: int, number: int, gpus: tuple[int, ...], slots: int) -> Invocation:
         now_s = time.monotonic()
-        life = Life(function=function, index=number, gpus=gpus, at_s=now_s - self.zero_s)
-        self.lives.append(life)
         process = self.cluster.take(gpus, self.engine)
+        held_s, process.ahead_s = now_s if process.ahead_s is None else process.ahead_s, None
+        life = Life(function=function, index=number, gpus=gpus, at_s=self._since(held_s))
+        self.lives.append(life)
         invocation = Invocation(
             function=function,
             index=index,
             process=process,
             life=life,
+            called_s=now_s,
             seen_s=now_s,
         )
         process.turn += 1
@@ -197,6 +234,12 @@ class RayStep:
         # processes of one machine share a clock; from another, the answer's way counts as no time
         invocation.offset_s = 0.0 if process.here else now_s - begun.loaded_s
         invocation.seen_s = now_s
+        up_s = begun.up_s + invocation.offset_s
+        if process.turn == 1:
+            self.cluster.started_up(process, up_s)
+        if self._since(up_s) > life.at_s:
+            life.until(self._since(up_s), "start-up")
+            life.until(self._since(invocation.called_s), "early")
         life.until(self._since(begun.ready_s + invocation.offset_s), "start-up")
         life.until(self._since(begun.loaded_s + invocation.offset_s), "wait-weights")
         if invocation.function == "prefill":

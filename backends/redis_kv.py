@@ -3,11 +3,17 @@
 vLLM (V1, written against 0.32) makes two: one beside the scheduler, which asks Redis and decides, and one beside the
 model, which copies. Blocks are fetched and checked when a request is matched, before the scheduler counts on them, and
 the bytes travel to the model's side with the step. So a block can neither vanish nor turn out corrupt between promise
-and use, and vLLM's own repair (`get_block_ids_with_load_errors`) has nothing to do. The price: the step that admits a
-request waits for its KV, at most `budget_s` and a timeout, and the KV is held twice in memory for that step. Where the
-scheduler cannot admit the request yet, the bytes wait with it.
+and use, and vLLM's own repair (`get_block_ids_with_load_errors`) has nothing to do: it would leave wrong KV in the
+prefix cache of a request that is aborted before it is repaired, and let the step that has met it save what it computes.
+The price: the step that admits a request waits for its KV, at most `budget_s` and a timeout, and the KV is held twice
+in memory for that step. Where the scheduler cannot admit the request yet, the bytes wait with it.
 
-One worker an engine, and one full-attention cache group: others need `nixl_config`. Never two engines with a connector
+With tensor parallelism there is a model's side in each rank, in a process of its own. Each saves its part of a block,
+under a key of its own; a block counts as there when every part has come back whole, and each rank copies its own. Ranks
+tell the scheduler's side what they have saved, so that counters are whole there. All parts go to all ranks, through
+vLLM's queue in shared memory.
+
+One full-attention cache group, and no other parallelism: others need `nixl_config`. Never two engines with a connector
 in one process, since vLLM keeps the model's side in a global.
 """
 
@@ -15,17 +21,34 @@ import os
 import platform
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pickle import PickleBuffer
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from vllm import __version__ as vllm_version
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+)
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from backends.kv_transfer import BlockStore, RedisBlocks, RedisSettings, current_version, layout_digest
+from backends.kv_transfer import (
+    BlockStore,
+    KVCounters,
+    RedisBlocks,
+    RedisSettings,
+    count,
+    counters,
+    current_version,
+    layout_digest,
+    side_by_side,
+    since,
+)
 from rlhfless.errors import InputError
 
 
@@ -33,10 +56,24 @@ from rlhfless.errors import InputError
 class Copies(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not looked into
     """What the model's side copies in one step."""
 
-    loads: list[tuple[int, memoryview]] = field(default_factory=list)
-    """Block, and the KV that goes into it before the forward pass."""
+    version: str
+    """Weights that the step computes with."""
+    loads: list[int]
+    """Blocks that KV goes into before the forward pass."""
+    kv: list[PickleBuffer]
+    """Each rank's part of it, block after block; in one piece, so that it is pickled without a copy."""
     saves: list[tuple[int, bytes]] = field(default_factory=list)
-    """Block that is full after the forward pass, and the key it is saved under."""
+    """Block that is full after the forward pass, and vLLM's hash of it."""
+
+
+@dataclass(slots=True)
+class Saved(KVConnectorWorkerMetadata):  # type: ignore[misc]  # vLLM is not looked into
+    """What ranks have saved in one step."""
+
+    counts: KVCounters
+
+    def aggregate(self, other: "Saved") -> "Saved":
+        return Saved(side_by_side(self.counts, other.counts))
 
 
 @dataclass(slots=True)
@@ -56,17 +93,23 @@ class RedisKVConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
-        _check_parallel(vllm_config.parallel_config)
+        parallel = vllm_config.parallel_config
+        _check_parallel(parallel)
+        self._rank, self._ranks = parallel.rank, parallel.world_size
         self._settings = RedisSettings(**self._kv_transfer_config.kv_connector_extra_config)
         self._layers, spec = _only_group(kv_cache_config)
         self._block_tokens: int = spec.block_size
-        self._block_bytes = spec.page_size_bytes * len(self._layers)
+        self._part_bytes = spec.page_size_bytes * len(self._layers)
         self._store: BlockStore = RedisBlocks(
-            self._settings, layout=_layout(vllm_config, self._layers, spec), block_bytes=self._block_bytes
+            self._settings,
+            layout=_layout(vllm_config, self._layers, spec),
+            block_bytes=self._part_bytes,
+            parts=self._ranks if role is KVConnectorRole.SCHEDULER else 1,
         )
         self._requests: dict[str, _Request] = {}
         self._fetched: dict[str, tuple[int, list[bytes], list[memoryview]]] = {}
-        self._copies = Copies()
+        self._loads: list[tuple[int, list[memoryview]]] = []
+        self._told = counters()
         self._caches: list[torch.Tensor] = []
 
     @property
@@ -87,7 +130,7 @@ class RedisKVConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not
         if held is None or held[:2] != (first, keys):
             held = (first, keys, self._store.fetch(keys) if keys else [])
             self._fetched[request.request_id] = held
-        return len(held[2]) * self._block_tokens, False
+        return len(held[2]) // self._ranks * self._block_tokens, False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """The request is admitted: `num_external_tokens` of what was fetched go into its blocks in this step."""
@@ -97,14 +140,16 @@ class RedisKVConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not
         if known is None or known.version != version:
             self._requests[request.request_id] = _Request(request=request, version=version)
         if num_external_tokens:
-            count = num_external_tokens // self._block_tokens
             (ids,) = blocks.get_block_ids()
-            self._copies.loads += zip(ids[first : first + count], found[:count], strict=True)
+            for at in range(num_external_tokens // self._block_tokens):
+                self._loads.append((ids[first + at], found[at * self._ranks : (at + 1) * self._ranks]))
 
     def build_connector_meta(self, scheduler_output: Any) -> Copies:
         """What this step loads, and which blocks it fills: those are saved at its end."""
-        copies, self._copies = self._copies, Copies()
         version = current_version(self._settings.version)
+        loads, self._loads = self._loads, []
+        kv = [PickleBuffer(b"".join(parts[rank] for _, parts in loads)) for rank in range(self._ranks)]
+        copies = Copies(version, [block for block, _ in loads], kv)
         for name, tokens in scheduler_output.num_scheduled_tokens.items():
             one = self._requests.get(name)
             if one is None or one.version != version:
@@ -115,9 +160,17 @@ class RedisKVConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not
             full = min((request.num_computed_tokens + tokens) // self._block_tokens, len(request.block_hashes))
             if full > one.saved:
                 (ids,) = scheduler_output.kv_connector_block_state.get_block_ids(name)
-                copies.saves += zip(ids[one.saved : full], self._keys(request, one.saved, full), strict=True)
+                copies.saves += zip(
+                    ids[one.saved : full], map(bytes, request.block_hashes[one.saved : full]), strict=True
+                )
                 one.saved = full
         return copies
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """The step is over; ranks in processes of their own tell what they have saved."""
+        saved = connector_output.kv_connector_worker_meta
+        if saved is not None:
+            count(saved.counts)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
         """Finished or aborted: its blocks are saved already and may be freed at once."""
@@ -132,29 +185,33 @@ class RedisKVConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not
 
     def _keys(self, request: Any, first: int, end: int) -> list[bytes]:
         version = current_version(self._settings.version)
-        return [self._settings.key(version, bytes(each)) for each in request.block_hashes[first:end]]
+        return [
+            self._settings.key(version, bytes(each), rank=rank, ranks=self._ranks)
+            for each in request.block_hashes[first:end]
+            for rank in range(self._ranks)
+        ]
 
     # ---- beside the model
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """The engine's caches, layer by layer: [blocks, heads, tokens, content] each."""
+        """The rank's caches, layer by layer: [blocks, heads, tokens, content] each."""
         self._caches = [kv_caches[layer] for layer in self._layers]
         block_bytes = sum(cache[0].numel() * cache.element_size() for cache in self._caches)
         one_shape = len({(cache.shape, cache.dtype) for cache in self._caches}) == 1
-        if block_bytes != self._block_bytes or not one_shape:
+        if block_bytes != self._part_bytes or not one_shape:
             raise InputError(
                 "KV over Redis: the layers' caches differ or hold more than KV, which needs another connector"
             )
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Copy this step's loads into the caches."""
-        loads = self._step().loads
-        if not loads:
+        step = self._step()
+        if not step.loads:
             return
         cache = self._caches[0]
-        kv = torch.frombuffer(bytearray(b"".join(kv for _, kv in loads)), dtype=torch.uint8).to(cache.device)
-        kv = kv.view(cache.dtype).view(len(loads), len(self._caches), *cache.shape[1:])
-        index = torch.tensor([block for block, _ in loads], device=cache.device)
+        kv = torch.frombuffer(bytearray(step.kv[self._rank]), dtype=torch.uint8).to(cache.device)
+        kv = kv.view(cache.dtype).view(len(step.loads), len(self._caches), *cache.shape[1:])
+        index = torch.tensor(step.loads, device=cache.device)
         for layer, cache in enumerate(self._caches):
             cache[index] = kv[:, layer]
 
@@ -165,18 +222,28 @@ class RedisKVConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not
         """Nothing: `wait_for_save` saves all layers at once, so that a block is one value."""
 
     def wait_for_save(self) -> None:
-        """Save the blocks that this step has filled."""
-        saves = self._step().saves
-        if saves:
-            blocks = [block for block, _ in saves]
-            self._store.save([key for _, key in saves], lambda first, end: self._rows(blocks[first:end]))
+        """Save the rank's part of the blocks that this step has filled."""
+        step = self._step()
+        if step.saves:
+            blocks = [block for block, _ in step.saves]
+            keys = [
+                self._settings.key(step.version, each, rank=self._rank, ranks=self._ranks) for _, each in step.saves
+            ]
+            self._store.save(keys, lambda first, end: self._rows(blocks[first:end]))
+
+    def build_connector_worker_meta(self) -> Saved | None:
+        """What this step's saving has come to; None where the scheduler's side counts it by itself, being beside us."""
+        if self._ranks == 1 or not self._step().saves:
+            return None
+        gained, self._told = since(self._told), counters()
+        return Saved(gained)
 
     def shutdown(self) -> None:
         """Close the connection."""
         self._store.close()
 
     def _rows(self, blocks: Sequence[int]) -> npt.NDArray[np.uint8]:
-        """uint8[blocks, block bytes]: the KV of `blocks`, layer after layer."""
+        """uint8[blocks, part bytes]: the rank's KV of `blocks`, layer after layer."""
         index = torch.tensor(blocks, device=self._caches[0].device)
         kv = torch.stack([cache[index] for cache in self._caches], dim=1).contiguous()
         rows: npt.NDArray[np.uint8] = kv.view(len(blocks), -1).view(torch.uint8).cpu().numpy()
@@ -189,10 +256,11 @@ class RedisKVConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not
 
 
 def _check_parallel(parallel: Any) -> None:
-    if parallel.world_size != 1:
+    # decode context parallel ranks are tensor parallel ones as well, but share a block's tokens out among them
+    others = parallel.decode_context_parallel_size * parallel.data_parallel_size
+    if parallel.world_size != parallel.tensor_parallel_size or others != 1:
         raise InputError(
-            f"KV over Redis: an engine of {parallel.world_size} workers keeps a part of each block in each; "
-            "use nixl_config for tensor or pipeline parallel engines"
+            "KV over Redis: engines may be tensor parallel, not pipeline, context or data parallel; use nixl_config"
         )
 
 

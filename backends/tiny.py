@@ -1,6 +1,7 @@
 """A random small model with a tokenizer of its own, for machines without GPUs or downloads."""
 
 import string
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,17 +31,26 @@ def make_tiny(folder: Path, *, seed: int, layers: int = 4, hidden: int = 256) ->
     """
     prepare("cpu")
     require("transformers")
+    tokenizer = make_tokenizer()
+    model = make_model(tokenizer, layers=layers, hidden=hidden, heads=hidden // HEAD_SIZE)
+    draw_weights(model, seed, WEIGHT_STD, {"model.embed_tokens.weight": 1.0, "lm_head.weight": HEAD_STD})
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def make_model(tokenizer: Any, *, layers: int, hidden: int, heads: int) -> Any:
+    """A Qwen2 model in float32 for `make_tokenizer`'s tokens, its weights still to be drawn."""
     import torch
     from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 
-    tokenizer = _tokenizer()
     config = Qwen2Config(
         vocab_size=len(tokenizer),
         hidden_size=hidden,
         intermediate_size=2 * hidden,
         num_hidden_layers=layers,
-        num_attention_heads=hidden // HEAD_SIZE,
-        num_key_value_heads=max(1, hidden // HEAD_SIZE // 2),
+        num_attention_heads=heads,
+        num_key_value_heads=max(1, heads // 2),
         max_position_embeddings=MAX_TOKENS,
         tie_word_embeddings=False,
         pad_token_id=tokenizer.pad_token_id,
@@ -49,19 +59,22 @@ def make_tiny(folder: Path, *, seed: int, layers: int = 4, hidden: int = 256) ->
         dtype="float32",
     )
     model = Qwen2ForCausalLM(config).to(torch.float32)
+    model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    return model
+
+
+def draw_weights(model: Any, seed: int, std: float, std_of: Mapping[str, float]) -> None:
+    """Draw all weights but those of norms from normal distributions: of spread `std`, or what `std_of` says by name."""
+    import torch
+
     random = torch.Generator().manual_seed(seed)
-    spread = {"model.embed_tokens.weight": 1.0, "lm_head.weight": HEAD_STD}
     with torch.no_grad():
         for name, weight in sorted(model.named_parameters()):
             if "norm" not in name:
-                weight.normal_(0, spread.get(name, WEIGHT_STD), generator=random)
-    model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+                weight.normal_(0, std_of.get(name, std), generator=random)
 
 
-def _tokenizer() -> Any:
+def make_tokenizer() -> Any:
     """One token a character, in the byte-level form (space is Ġ) to which transformers turns any tokenizer of Qwen2."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

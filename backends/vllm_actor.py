@@ -47,8 +47,10 @@ class Begun:
 
     pid: int
     """Its process."""
+    up_s: float
+    """When the engine was last built or woken."""
     ready_s: float
-    """When the process was up."""
+    """When this turn's loading could begin."""
     loaded_s: float
     """When it had the weights."""
     counters: EngineCounters
@@ -86,6 +88,7 @@ class VllmActor:
         self._engine = StepEngine(config)
         gc.freeze()
         gc.enable()
+        self._up_s = time.monotonic()
         self._changed = threading.Condition()
         # all that follows is guarded by _changed
         self._turn = 0
@@ -99,6 +102,7 @@ class VllmActor:
         self._given_up: dict[int, Partial] | None = None
         self._over_s = 0.0
         self._error = ""
+        self._asleep = False
         self._counters = self._engine.counters()
         threading.Thread(target=self._pump, name="pump", daemon=True).start()
 
@@ -109,13 +113,15 @@ class VllmActor:
         `fresh` forgets cached KV. Raises EngineError while responses of an earlier turn run, and what
         `backends.weight_sync.load` raises.
         """
-        ready_s, engine = time.monotonic(), self._engine
+        engine = self._engine
         with self._changed:
             if self._live or self._queue or self._error:
                 raise EngineError(self._error or f"{len(self._live) + len(self._queue)} responses still run")
             self._turn, self._slots, self._received = turn, slots, 0
             self._finished, self._reported, self._given_up = [], {}, None
             self._changed.notify_all()
+            self._wake()
+            ready_s = time.monotonic()
             if engine.weight_version == version:
                 if fresh:
                     engine.reset_prefix_cache()
@@ -126,7 +132,28 @@ class VllmActor:
             else:
                 load(engine, published)
             require_version(engine, version)
-            return Begun(pid=os.getpid(), ready_s=ready_s, loaded_s=time.monotonic(), counters=engine.counters())
+            return Begun(
+                pid=os.getpid(),
+                up_s=self._up_s,
+                ready_s=ready_s,
+                loaded_s=time.monotonic(),
+                counters=engine.counters(),
+            )
+
+    def up_for(self) -> float:
+        """Seconds since the engine was built or last woken; between machines durations agree where clocks do not."""
+        return time.monotonic() - self._up_s
+
+    def sleep(self) -> None:
+        """Give the memory of the GPUs away until `wake` or the next turn. Raises what `StepEngine.sleep` raises."""
+        with self._changed:
+            self._engine.sleep()
+            self._asleep = True
+
+    def wake(self) -> None:
+        """Take it back, ahead of a turn."""
+        with self._changed:
+            self._wake()
 
     def submit(self, turn: int, requests: Sequence[Request]) -> None:
         """Queue responses; they are admitted in this order. What goes wrong comes with the next poll."""
@@ -162,6 +189,11 @@ class VllmActor:
             self._changed.notify_all()
 
     # ---- inside
+
+    def _wake(self) -> None:
+        if self._asleep:
+            self._engine.wake()
+            self._asleep, self._up_s = False, time.monotonic()
 
     @property
     def _is_over(self) -> bool:

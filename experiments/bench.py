@@ -9,6 +9,7 @@ from rlhfless.accounting.metrics import Summary, generation_bounds, summarize
 from rlhfless.driver import StepRecord, run
 from rlhfless.errors import InfeasibleError
 from rlhfless.scheduler import migration, scaling
+from rlhfless.scheduler.frontier import Goal
 from rlhfless.scheduler.lengths import DEFAULT_WINDOW, LengthEstimator
 from rlhfless.scheduler.placement import positions
 from rlhfless.scheduler.planner import Planner
@@ -54,6 +55,10 @@ class Setting:
     """How functions start; None for the policy's own way."""
     speed_noise: float = 0.0
     """Spread of actors' true speeds."""
+    profiles: tuple[Profile, ...] = ()
+    """The same model at other tensor-parallel sizes, for policies that mix them."""
+    goal: Goal | None = None
+    """What policies that choose on the time-cost frontier are asked for; None for its knee."""
     planner_profile: Profile | None = None
     """Latencies that the planner believes, where they are not the true ones."""
     estimator: Callable[[Mapping[int, Outcome]], LengthEstimator] | None = None
@@ -132,9 +137,12 @@ def simulate(
         estimator=known(outcomes) if known is not None else None,
         seed=setting.seed,
         start=setting.start,
+        profiles=setting.profiles,
+        goal=setting.goal,
     )
     world = World(
         profile=setting.profile,
+        profiles={each.data.tp: each for each in setting.profiles},
         outcome_of=lambda workload: outcomes[workload.step],
         speed_noise=setting.speed_noise,
         seed=setting.seed,

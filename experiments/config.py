@@ -6,7 +6,7 @@ A section of the file is a class here, a key a field with the same name. Every e
 import os
 import re
 import tomllib
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from math import isfinite
 from pathlib import Path
 from types import UnionType
@@ -24,6 +24,8 @@ from rlhfless.types.workload import Algorithm
 
 TINY = "tiny"
 """As `model.path`: the small random model that the project makes itself, in the run folder."""
+WARM = "warm"
+"""As `model.path`: a small model that the project makes in the run folder and teaches sums by example."""
 MEASURE = "measure"
 """As `profile.source`: the engine of this machine is measured first, by `backends.measure`."""
 ENV = "env:"
@@ -35,9 +37,14 @@ class ModelConfig:
     """[model]: the policy that writes the responses."""
 
     path: str
-    """Hugging Face folder; `tiny`: made by the project in the run folder."""
+    """Hugging Face folder; `tiny`, `warm`: made by the project in the run folder."""
     seed: int = 0
-    """Seed of the tiny model's weights."""
+    """Seed of such a model."""
+    warm_updates: int = 800
+    """Updates of the warm start, of 32 examples each (chosen: one and a half minutes of a core)."""
+
+    def __post_init__(self) -> None:
+        _at_least_one(self, "model", "warm_updates")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,9 +110,13 @@ class RayConfig:
     """Seconds without any progress after which an actor counts as dead."""
     address: str | None = None
     """A Ray cluster that runs: `auto` on one of its machines, or host:port. Absent: a private Ray, for this run."""
+    node_timeout_s: float = 0.0
+    """Seconds that machines which the cluster starts on demand may take to come up; 0: they must be there."""
 
     def __post_init__(self) -> None:
         _above_zero(self, "ray", "actor_cpus", "start_timeout_s", "hang_timeout_s")
+        if not 0 <= self.node_timeout_s < float("inf"):
+            raise InputError(f"ray.node_timeout_s: {self.node_timeout_s} must be at least 0 and finite")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,6 +193,8 @@ class WorkloadConfig:
     """Steps after which the same prompts come again."""
     prompts: str | None = None
     """GSM8K-like jsonl file with `question` and `answer`; absent: arithmetic prompts that the project makes."""
+    instruction: str = ""
+    """Put after every question of that file, in training."""
 
     def __post_init__(self) -> None:
         counts = ("prompts_per_step", "responses_per_prompt", "max_prompt_tokens", "max_response_tokens", "steps")
@@ -239,6 +252,63 @@ class ValidateConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerConfig:
+    """[learner]: how `python -m experiments.train` learns."""
+
+    reward: str
+    """A rule of `backends.rewards`, `module:function`, or the folder of a reward model."""
+    learning_rate: float
+    """Of the policy."""
+    critic_learning_rate: float | None = None
+    """Of the critic; absent: the policy's."""
+    weight_decay: float = 0.0
+    """Of AdamW."""
+    warmup_steps: int = 0
+    """Updates over which learning rates rise from 0."""
+    max_grad_norm: float = 1.0
+    """Gradients are scaled down to this norm."""
+    minibatches: int = 1
+    """Updates of one pass over a step's responses."""
+    epochs: int = 1
+    """Passes over a step's responses."""
+    tokens_per_microbatch: int
+    """Tokens, padding included, of one forward and backward pass."""
+    gradient_checkpointing: bool = False
+    """Whether activations are computed again for the backward pass."""
+    old_logprobs: Literal["learner", "engine"] = "learner"
+    """Whose stand for the policy that has drawn the responses; the learner's are computed again."""
+    grpo: dict[str, bool | float | str] = field(default_factory=dict)
+    """Numbers of `backends.grpo.GrpoOptions`; `tis_cap = "none"` for none."""
+    ppo: dict[str, bool | float | str] = field(default_factory=dict)
+    """Numbers of `backends.ppo.PpoOptions`, likewise."""
+
+    def __post_init__(self) -> None:
+        _at_least_one(self, "learner", "minibatches", "epochs", "tokens_per_microbatch")
+        _above_zero(self, "learner", "learning_rate", "max_grad_norm")
+        if self.critic_learning_rate is not None:
+            _above_zero(self, "learner", "critic_learning_rate")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig:
+    """[train]: what is looked at and kept on the way."""
+
+    held_out_prompts: int
+    """Prompts that nothing is learned from."""
+    held_out_responses: int = 1
+    """Responses to each of them."""
+    held_out_every: int
+    """Steps between looks at them; the first and the last step's weights are always looked at."""
+    checkpoint_every: int = 1
+    """Steps between checkpoints; the last step always makes one. A run that is killed loses what comes after one."""
+    checkpoints: int = 2
+    """How many are kept."""
+
+    def __post_init__(self) -> None:
+        _at_least_one(self, "train", *(each.name for each in fields(self)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     """A whole file."""
 
@@ -255,6 +325,8 @@ class Config:
     workload: WorkloadConfig
     planner: PlannerConfig
     validate: ValidateConfig | None = None
+    learner: LearnerConfig | None = None
+    train: TrainConfig | None = None
 
     def __post_init__(self) -> None:
         longest = self.workload.max_prompt_tokens + self.workload.max_response_tokens
@@ -267,6 +339,23 @@ class Config:
             raise InputError(f'engine.device: {self.engine.device!r} does not go with cluster.gpu "{self.cluster.gpu}"')
         if self.seed < 0:
             raise InputError(f"seed: {self.seed} must be at least 0")
+        if self.learner is not None:
+            self._check_learner(self.learner, longest)
+
+    def _check_learner(self, learner: LearnerConfig, longest: int) -> None:
+        if learner.tokens_per_microbatch < longest:
+            raise InputError(
+                f"learner.tokens_per_microbatch: {learner.tokens_per_microbatch} is below workload.max_prompt_tokens + "
+                f"max_response_tokens = {longest}"
+            )
+        responses = self.workload.prompts_per_step * self.workload.responses_per_prompt
+        if responses % learner.minibatches:
+            raise InputError(
+                f"learner.minibatches: {responses} responses of a step (workload.prompts_per_step x "
+                f"responses_per_prompt) cannot be divided into {learner.minibatches} equal parts"
+            )
+        if self.workload.algorithm == "grpo" and self.workload.responses_per_prompt == 1:
+            raise InputError("workload.responses_per_prompt: 1 response is no group for grpo; at least 2 are needed")
 
 
 def load(path: Path) -> Config:
@@ -288,14 +377,14 @@ def load(path: Path) -> Config:
 
 def _check_keys(content: dict[str, Any], kind: type[Any], path: Path, above: str) -> None:
     """Raise InputError for a key that is unknown or missing; msgspec passes over the unknown ones of dataclasses."""
-    known = {field.name: field for field in fields(kind)}
+    known = {each.name: each for each in fields(kind)}
     for key in content:
         if key not in known:
             raise InputError(f"{path}: unknown key {above}{key}; known here are {', '.join(known)}")
     types = get_type_hints(kind)
-    for name, field in known.items():
+    for name, each in known.items():
         if name not in content:
-            if field.default is MISSING:
+            if each.default is MISSING and each.default_factory is MISSING:
                 raise InputError(f"{path}: {above}{name} is missing")
             continue
         inner = next((part for part in _parts(types[name]) if is_dataclass(part)), None)

@@ -15,7 +15,7 @@ import numpy as np
 
 from experiments.output import write_atomic
 from rlhfless.accounting.billing import timelines
-from rlhfless.accounting.metrics import Summary
+from rlhfless.accounting.metrics import Series, Summary
 from rlhfless.errors import InputError
 from rlhfless.types.cluster import Cluster
 from rlhfless.types.report import IDLE, WORK, Activity, StepReport
@@ -46,6 +46,8 @@ ACTIVITY_COLOURS: dict[Activity, str] = {
     "wait-phase": "#DDDDDD",
 }
 """Work in strong colours, idling in pale ones."""
+PHASE_ACTIVITY: dict[str, Activity] = {"generation": "decode", "preparation": "score", "learning": "train"}
+"""Phases have the colour of their work."""
 HATCHES: dict[Activity, str] = {"start-up": "////", "early": "....", "wait-kv": "\\\\\\\\"}
 """Tells pale neighbours apart in print."""
 MOST_GPU_ROWS = 64
@@ -107,39 +109,46 @@ def gantt(report: StepReport, path: Path, cluster: Cluster) -> None:
         raise InputError(f"report of step {report.step} ({report.policy}): no invocations to draw")
     if used[-1] >= cluster.gpus:
         raise InputError(f"figure: a function runs on GPU {used[-1]}, the cluster has {cluster.gpus}")
+    rows = len(used) if len(used) <= MOST_GPU_ROWS else len(report.invocations)
+    with picture(path, 8.0, 1.4 + min(8.0, max(1.2, 0.17 * rows))) as figure:
+        axes = figure.add_subplot()
+        seen = timeline(axes, report, cluster)
+        axes.set_title(f"{report.policy}, step {report.step}: {len(used)} GPUs in use", loc="left", pad=16, fontsize=10)
+        _activity_legend(axes, seen)
+
+
+def timeline(axes: "Axes", report: StepReport, cluster: Cluster, most_names: int = 40) -> list[Activity]:
+    """The rows of `gantt` on given axes, at most `most_names` of them named; the activities that are seen."""
+    used = sorted({gpu for invocation in report.invocations for gpu in invocation.gpus})
     by_gpu = len(used) <= MOST_GPU_ROWS
     rows = _gpu_rows(report) if by_gpu else _invocation_rows(report)
     seen = {activity for _, bars in rows for activity, _, _ in bars}
     start_s = min([0.0, *(begin for _, bars in rows for _, begin, _ in bars)])
     end_s = max([report.step_s, *(end for _, bars in rows for _, _, end in bars)])
     host_of = cluster.host_of.tolist()
-
-    with _figure(path, 8.0, 1.4 + min(8.0, max(1.2, 0.17 * len(rows)))) as figure:
-        axes = figure.add_subplot()
-        for activity in (*WORK, *IDLE):
-            for line, (_, bars) in enumerate(rows):
-                stretches = [(begin, end - begin) for done, begin, end in bars if done == activity]
-                if stretches:
-                    axes.broken_barh(stretches, (line - 0.42, 0.84), **_paint(activity))
-        for phase in report.phases:
-            if phase.start_s > 0:
-                axes.axvline(phase.start_s, color=BLACK, linewidth=0.6, linestyle=":")
-            middle_s = (phase.start_s + phase.end_s) / 2
-            if phase.duration_s > 0.08 * (end_s - start_s):  # in less room, names run into each other
-                axes.text(middle_s, -0.8, phase.name, ha="center", va="bottom", fontsize=8)
-        if by_gpu:
-            for line in range(1, len(used)):
-                if host_of[used[line]] != host_of[used[line - 1]]:
-                    axes.axhline(line - 0.5, color=BLACK, linewidth=0.6)
-        every = -(-len(rows) // 40)  # names of at most 40 rows, or they run into each other
-        axes.set_yticks(range(0, len(rows), every), [name for name, _ in rows[::every]], fontsize=7)
-        axes.tick_params(axis="y", length=0)
-        axes.set_ylim(len(rows) - 0.5, -0.6)
-        axes.set_xlim(start_s, end_s)
-        axes.set_xlabel("time from the step's start (s)")
-        axes.set_ylabel(f"GPU ({cluster.gpu.name}; a line between hosts)" if by_gpu else "invocation (GPUs)")
-        axes.set_title(f"{report.policy}, step {report.step}: {len(used)} GPUs in use", loc="left", pad=16, fontsize=10)
-        _activity_legend(axes, [activity for activity in (*WORK, *IDLE) if activity in seen])
+    for activity in (*WORK, *IDLE):
+        for line, (_, bars) in enumerate(rows):
+            stretches = [(begin, end - begin) for done, begin, end in bars if done == activity]
+            if stretches:
+                axes.broken_barh(stretches, (line - 0.42, 0.84), **paint(activity))
+    for phase in report.phases:
+        if phase.start_s > 0:
+            axes.axvline(phase.start_s, color=BLACK, linewidth=0.6, linestyle=":")
+        middle_s = (phase.start_s + phase.end_s) / 2
+        if phase.duration_s > 0.08 * (end_s - start_s):  # in less room, names run into each other
+            axes.text(middle_s, -0.8, phase.name, ha="center", va="bottom", fontsize=8)
+    if by_gpu:
+        for line in range(1, len(used)):
+            if host_of[used[line]] != host_of[used[line - 1]]:
+                axes.axhline(line - 0.5, color=BLACK, linewidth=0.6)
+    every = -(-len(rows) // most_names)  # more names would run into each other
+    axes.set_yticks(range(0, len(rows), every), [name for name, _ in rows[::every]], fontsize=7)
+    axes.tick_params(axis="y", length=0)
+    axes.set_ylim(len(rows) - 0.5, -0.6)
+    axes.set_xlim(start_s, end_s)
+    axes.set_xlabel("time from the step's start (s)")
+    axes.set_ylabel(f"GPU ({cluster.gpu.name}; a line between hosts)" if by_gpu else "invocation (GPUs)")
+    return [activity for activity in (*WORK, *IDLE) if activity in seen]
 
 
 Bars = list[tuple[Activity, float, float]]
@@ -165,7 +174,7 @@ def _invocation_rows(report: StepReport) -> list[tuple[str, Bars]]:
     ]
 
 
-def _paint(activity: Activity) -> dict[str, Any]:
+def paint(activity: Activity) -> dict[str, Any]:
     """How an activity's bars and their patch in the legend are filled."""
     hatch = HATCHES.get(activity)
     edge = "#555555" if hatch else "none"
@@ -175,7 +184,7 @@ def _paint(activity: Activity) -> dict[str, Any]:
 def _activity_legend(axes: "Axes", activities: Sequence[Activity]) -> None:
     from matplotlib.patches import Patch
 
-    patches = [Patch(label=activity, **_paint(activity)) for activity in activities]
+    patches = [Patch(label=activity, **paint(activity)) for activity in activities]
     axes.legend(handles=patches, loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8, borderaxespad=0.4)
 
 
@@ -184,22 +193,29 @@ def steps_figure(runs: Mapping[str, Summary], path: Path) -> None:
 
     Raises InputError for an unknown file ending.
     """
-    with _figure(path, 5.6, 4.0) as figure:
+    points = {
+        f"{policy} (mean)": (summary.generation_s, summary.decode_executed_gpu_s) for policy, summary in runs.items()
+    }
+    with picture(path, 5.6, 4.0) as figure:
         axes = figure.add_subplot()
-        for number, (policy, summary) in enumerate(runs.items()):
-            turn = number // len(POLICY_COLOURS)  # past the last colour, the same colours with other markers
-            colour = POLICY_COLOURS[number % len(POLICY_COLOURS)]
-            marker = MARKERS[(number + turn) % len(MARKERS)]
-            time, cost = summary.generation_s, summary.decode_executed_gpu_s
-            style: dict[str, Any] = {"color": colour, "marker": marker, "linestyle": "none"}
-            axes.plot(time.values, cost.values, markersize=4, alpha=0.45, markeredgewidth=0, **style)
-            axes.plot(time.mean, cost.mean, markersize=9, markeredgecolor=BLACK, label=f"{policy} (mean)", **style)
-        axes.set_xlabel("generation time of a step (s)")
-        axes.set_ylabel("decode GPU-seconds of a step")
-        axes.set_ylim(bottom=0)
-        axes.grid(color="#DDDDDD", linewidth=0.6)
-        axes.set_axisbelow(True)
+        clouds(axes, points, "generation time of a step (s)", "decode GPU-seconds of a step")
         axes.legend(fontsize=8)
+
+
+def clouds(axes: "Axes", values: Mapping[str, tuple[Series, Series]], x_label: str, y_label: str) -> None:
+    """A point a step for each label, and a large one at its mean."""
+    for number, (label, (x, y)) in enumerate(values.items()):
+        turn = number // len(POLICY_COLOURS)  # past the last colour, the same colours with other markers
+        colour = POLICY_COLOURS[number % len(POLICY_COLOURS)]
+        marker = MARKERS[(number + turn) % len(MARKERS)]
+        style: dict[str, Any] = {"color": colour, "marker": marker, "linestyle": "none"}
+        axes.plot(x.values, y.values, markersize=4, alpha=0.45, markeredgewidth=0, **style)
+        axes.plot(x.mean, y.mean, markersize=9, markeredgecolor=BLACK, label=label, **style)
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(y_label)
+    axes.set_ylim(bottom=0)
+    axes.grid(color="#DDDDDD", linewidth=0.6)
+    axes.set_axisbelow(True)
 
 
 def scale_figure(rows: Sequence[ScaleRow], path: Path, ours: str, baseline: str) -> None:
@@ -214,7 +230,7 @@ def scale_figure(rows: Sequence[ScaleRow], path: Path, ours: str, baseline: str)
     points = _points(rows, ours, baseline)
     caps = sorted({row.cap_tokens for row in rows})
     sizes = sorted({row.gpus for row in rows})
-    with _figure(path, 8.0, 4.2) as figure:
+    with picture(path, 8.0, 4.2) as figure:
         grid = figure.add_gridspec(1, 2, width_ratios=(1, 1.1))
         time = figure.add_subplot(grid[0, 0])
         for number, cap in enumerate(caps):
@@ -254,15 +270,12 @@ def _points(rows: Sequence[ScaleRow], ours: str, baseline: str) -> Points:
 
 
 def _scale_axes(time: "Axes", sizes: Sequence[int]) -> None:
-    from matplotlib.ticker import LogLocator, NullFormatter, NullLocator, StrMethodFormatter
+    from matplotlib.ticker import NullLocator
 
     time.set_xscale("log", base=2)
     time.set_xticks(sizes, [str(size) for size in sizes])
     time.xaxis.set_minor_locator(NullLocator())
-    time.set_yscale("log")
-    time.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-    time.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-    time.yaxis.set_minor_formatter(NullFormatter())
+    log_y(time)
     time.set_ylabel("generation time (s)")
     time.set_xlabel("GPUs")
     time.set_title("(a) by cluster size", loc="left", fontsize=10)
@@ -313,8 +326,18 @@ def _ratios(axes: "Axes", points: Points, baseline: str) -> None:
     axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.4, -0.2), ncols=2)
 
 
+def log_y(axes: "Axes") -> None:
+    """A logarithmic y axis with plain numbers."""
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+
+
 @contextmanager
-def _figure(path: Path, width_in: float, height_in: float) -> "Iterator[Figure]":
+def picture(path: Path, width_in: float, height_in: float) -> "Iterator[Figure]":
     """A figure in the house style; written to `path` when the block ends well."""
     import matplotlib
     from matplotlib.figure import Figure
@@ -326,6 +349,15 @@ def _figure(path: Path, width_in: float, height_in: float) -> "Iterator[Figure]"
         matplotlib.rcParams.update(STYLE)
         figure = Figure(figsize=(width_in, height_in), layout="constrained")
         yield figure
-        picture = BytesIO()
-        figure.savefig(picture, format=path.suffix[1:], dpi=160, metadata=FORMATS[path.suffix])
-    write_atomic(path, picture.getvalue())
+        drawn = BytesIO()
+        figure.savefig(drawn, format=path.suffix[1:], dpi=160, metadata=FORMATS[path.suffix])
+    write_atomic(path, _small(drawn) if path.suffix == ".png" else drawn.getvalue())
+
+
+def _small(drawn: BytesIO) -> bytes:
+    """A PNG in a palette of 256 colours: a third of the bytes, and no difference that one sees in flat colours."""
+    from PIL import Image
+
+    kept = BytesIO()
+    Image.open(drawn).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(kept, format="png", optimize=True)
+    return kept.getvalue()

@@ -19,14 +19,16 @@ from backends.cluster import RayConfig
 from backends.environment import prepare
 from backends.ray_executor import RayExecutor
 from backends.tiny import make_tiny
-from experiments.config import MEASURE, TINY, Config
+from experiments import tasks
+from experiments.config import MEASURE, TINY, WARM, Config
+from experiments.output import progress
 from rlhfless.driver import StepRecord
 from rlhfless.driver import run as drive
 from rlhfless.errors import InputError
 from rlhfless.rng import stream
 from rlhfless.scheduler.planner import Planner
 from rlhfless.scheduler.policies import policy
-from rlhfless.types.arrays import BoolArray, ints
+from rlhfless.types.arrays import BoolArray, FloatArray, floats, ints
 from rlhfless.types.cluster import Cluster
 from rlhfless.types.outcome import Outcome
 from rlhfless.types.profile import Profile
@@ -114,6 +116,7 @@ class Bench:
                 max_batched_tokens=config.engine.max_batched_tokens,
                 actor_cpus=config.ray.actor_cpus,
                 ray_address=config.ray.address,
+                node_timeout_s=config.ray.node_timeout_s,
                 kv=config.kv.transport,
                 redis_url=config.kv.url,
                 temperature=config.workload.temperature,
@@ -129,8 +132,15 @@ class Bench:
 # ---- what a configuration names
 
 
-def open_bench(config: Config, folder: Path, prompts: Path | None, *, engines: bool = True) -> Bench:
-    """Everything that `config` names; writes the tiny model and a measured profile to `folder`.
+Find = Callable[[Config, Path | None, Tokenizer], Problems]
+"""Finds the prompts of an epoch, in the file at the path where one is given."""
+
+
+def open_bench(
+    config: Config, folder: Path, prompts: Path | None, *, engines: bool = True, find: Find | None = None
+) -> Bench:
+    """Everything that `config` names; writes a model of the project's and a measured profile to `folder`. `find` takes
+    the place of `problems_of`.
 
     Without `engines` nothing will run: no model is needed (prompts are then counted in words) and none is measured.
     Raises InputError for what is missing or does not fit together.
@@ -154,7 +164,7 @@ def open_bench(config: Config, folder: Path, prompts: Path | None, *, engines: b
         folder=folder,
         model=model,
         tokenizer=tokenizer,
-        problems=problems_of(config, prompts, tokenizer),
+        problems=(find or problems_of)(config, prompts, tokenizer),
         profile=profile,
         cluster=cluster,
         usd_per_gpu_hour=cluster.gpu.usd_per_hour if price is None else price,
@@ -162,13 +172,25 @@ def open_bench(config: Config, folder: Path, prompts: Path | None, *, engines: b
 
 
 def model_folder(config: Config, folder: Path, engines: bool) -> str:
-    """The model's folder, made in `folder` where it is the tiny one. Raises InputError where there is none."""
+    """The model's folder, made in `folder` where it is one of the project's. Raises InputError where there is none."""
     path = config.model.path
     if path == TINY:
         return str(make_tiny(folder / "model", seed=config.model.seed))
+    if path == WARM:
+        return str(warm_model(folder / "warm-start", config.model.seed, config.model.warm_updates))
     if engines and not (Path(path) / "config.json").is_file():
         raise InputError(f"model.path: {path} is not a folder with a Hugging Face model (no config.json)")
     return str(Path(path).absolute())
+
+
+def warm_model(folder: Path, seed: int, updates: int) -> Path:
+    """The small model that has been taught sums, made where it is not there yet."""
+    from backends.learner_warm import warm_start
+
+    if folder.exists():
+        return warm_start(folder, tasks.example, tasks.recipe(), seed=seed, updates=updates)
+    with progress(updates, "warm start: updates") as tick:
+        return warm_start(folder, tasks.example, tasks.recipe(), seed=seed, updates=updates, tick=tick)
 
 
 def profile_of(config: Config, model: str, folder: Path) -> Profile:
@@ -266,6 +288,8 @@ class RealStep:
     """Plan and report."""
     truncated: BoolArray
     """bool[responses]: ended by the cap."""
+    rewards: FloatArray | None = None
+    """float[responses]: scores, where there are any."""
 
 
 def carry_out(bench: Bench, name: str, steps: int, done: Callable[[RealStep], None]) -> list[RealStep]:
@@ -284,8 +308,15 @@ def carry_out(bench: Bench, name: str, steps: int, done: Callable[[RealStep], No
     return found
 
 
-def recorded(bench: Bench, steps: Sequence[RealStep]) -> Trace:
-    """The run as a trace: lengths, times on the run's clock, actors, token ids of the prompts."""
+def recorded(
+    bench: Bench,
+    steps: Sequence[RealStep],
+    *,
+    command: str = "experiments.testbed",
+    dataset: str = "arithmetic prompts",
+) -> Trace:
+    """The run as a trace: lengths, rewards where there are any, times on the run's clock, actors, token ids of the
+    prompts."""
     asked, found = bench.config.workload, bench.problems
     n = asked.responses_per_prompt
     row_of = {name: row for row, name in enumerate(found.prompt_ids.tolist())}
@@ -300,13 +331,13 @@ def recorded(bench: Bench, steps: Sequence[RealStep]) -> Trace:
     return Trace(
         info=TraceInfo(
             model=Path(bench.model).name,
-            dataset="arithmetic prompts" if asked.prompts is None else Path(asked.prompts).name,
+            dataset=dataset if asked.prompts is None else Path(asked.prompts).name,
             tokenizer=bench.tokenizer.name,
             algorithm=asked.algorithm,
             responses_per_prompt=n,
             max_prompt_tokens=asked.max_prompt_tokens,
             max_response_tokens=asked.max_response_tokens,
-            source=f"recorded: experiments.testbed, {bench.config.name}, policy {reports[0].policy}, "
+            source=f"recorded: {command}, {bench.config.name}, policy {reports[0].policy}, "
             f"temperature {asked.temperature:g}, seed {bench.config.seed}",
         ),
         prompt_ids=found.prompt_ids[used],
@@ -319,6 +350,9 @@ def recorded(bench: Bench, steps: Sequence[RealStep]) -> Trace:
         sample=column([np.tile(np.arange(n), len(each)) for each in prompts]),
         response_tokens=column([report.tokens for report in reports]),
         truncated=column([step.truncated for step in steps]),
+        reward=floats(column([step.rewards for step in steps if step.rewards is not None]))
+        if all(step.rewards is not None for step in steps)
+        else None,
         start_s=column([report.start_s + report.first_s for report in reports]),
         end_s=column([report.start_s + report.end_s for report in reports]),
         actor=column([report.actor for report in reports]),

@@ -7,6 +7,7 @@ from typing import Annotated
 import numpy as np
 import typer
 
+import traces
 from experiments import options, perfetto, plots
 from experiments.bench import PolicyRun, Setting, Steps, beside, best_static, bounds, simulate, static_ladder
 from experiments.output import Cell, csv_text, json_text, out_folder, print_table, progress, write_atomic
@@ -19,6 +20,9 @@ from traces.format import Trace
 from traces.load import batch
 from traces.load import steps as steps_of
 
+DEFAULT_TRACE = Path(traces.__file__).parent / "recorded" / "cpu-grpo.parquet"
+"""GRPO of a small model on sums, by `python -m experiments.train --config examples/cpu-grpo.toml`: epochs over the same
+prompts while their responses get longer."""
 DEFAULT_PROFILE = "qwen2.5-3b_l40s_tp2"
 """The smaller model of the paper's testbed, with its 2 GPUs per actor."""
 DEFAULT_NODES = 16
@@ -106,7 +110,14 @@ HEADINGS = (
 
 @app.command()
 def replay(
-    trace: Annotated[Path, typer.Option("--trace", help="Trace file, .parquet or .jsonl (see python -m traces).")],
+    trace: Annotated[
+        Path,
+        typer.Option(
+            "--trace",
+            help="Trace file, .parquet or .jsonl (see python -m traces); default: a recorded GRPO run.",
+            show_default=False,
+        ),
+    ] = DEFAULT_TRACE,
     policies: Annotated[str, typer.Option("--policy", help="Policy to judge; several with commas.")] = "rlhfless",
     baseline: Annotated[str, typer.Option("--baseline", help="Policy to judge it against.")] = "verl",
     actors: Annotated[

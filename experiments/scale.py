@@ -4,11 +4,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from experiments import options, perfetto, plots
+from experiments import figure, options, perfetto, plots
 from experiments.bench import (
     OWN_BEST,
     PolicyRun,
@@ -21,12 +21,16 @@ from experiments.bench import (
     static_ladder,
 )
 from experiments.output import Cell, csv_text, json_text, out_folder, print_table, progress, write_atomic
-from rlhfless.accounting.metrics import Comparison, compare
+from rlhfless.accounting.metrics import Comparison, Series, compare
 from rlhfless.commands import run
 from rlhfless.errors import InfeasibleError, InputError
 from rlhfless.scheduler import migration, scaling
+from rlhfless.scheduler.peers import PEERS
 from rlhfless.scheduler.policies import POLICIES
+from rlhfless.types.arrays import floats
 from rlhfless.types.report import IDLE
+from traces.format import Trace
+from traces.load import batch
 from traces.load import steps as steps_of
 from traces.synthesize import synthesize
 
@@ -43,9 +47,15 @@ BASELINE = "verl"
 EVERYWHERE = "verl-all"
 """verl on every GPU of the cluster, for those who would simply use what they have."""
 OURS = "rlhfless"
-FILES = ("scale.csv", "scale.json", "scale.png")
+FILES = ("scale.csv", "paper.csv", "scale.json", "scale.png", "config.json")
 """Result files."""
-DEFAULT_POLICIES = ",".join([*POLICIES, "oracle:rlhfless"])
+PAPER = (
+    ("generation speedup, mean over sizes and caps", "generation_speedup", 1.23, "x"),
+    ("held GPU-seconds saved, mean over sizes and caps", "held_saving", 0.387, "%"),
+)
+"""(quantity, field, RLHFless §6.6, unit)."""
+DEFAULT_POLICIES = ",".join([*(name for name in POLICIES if name not in PEERS), "oracle:rlhfless"])
+"""All but peers', which `experiments.bakeoff` compares."""
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -181,9 +191,8 @@ def scale(
     start: options.StartMode = "warm",
     speed_noise: options.Noise = 0.0,
     seed: options.Seed = 0,
-    out: Annotated[Path, typer.Option("--out", help="Folder for scale.csv, scale.json, scale.png.")] = Path(
-        "out/scale"
-    ),
+    trace: options.TraceIn = None,
+    out: options.Out = Path("out/scale"),
     trace_out: options.TraceOut = None,
     as_json: options.Json = False,
 ) -> None:
@@ -193,6 +202,7 @@ def scale(
     know the true lengths. Baseline of speedup and saving: verl with the number of static actors that is best in
     hindsight (generation time and held GPU-seconds, weighted by lambda).
     """
+    known = configuration(dict(locals()))
     names = options.policy_names(policies, "--policies")
     if algorithm not in ("ppo", "grpo"):
         raise InputError(f"--algorithm {algorithm!r}: known are ppo, grpo")
@@ -207,14 +217,18 @@ def scale(
         )  # fmt: skip
 
     settings = [setting_of(gpus) for gpus in sweep_sizes(nodes, setting_of(nodes).profile.data.tp)]
-    inputs: dict[int, Steps] = {}
-    for cap in cap_list:
-        trace = synthesize(
+
+    def made(cap: int) -> Steps:
+        drawn = synthesize(
             preset, prompts=prompts, epochs=epochs, responses_per_prompt=samples, max_response_tokens=cap,
             prompts_per_step=prompts, seed=seed, algorithm="ppo" if algorithm == "ppo" else "grpo", stretch=True,
         )  # fmt: skip
-        inputs[cap] = list(steps_of(trace))
-        settings[-1].profile.require_fit(int(max(w.prompt_tokens.max() for w, _ in inputs[cap])), cap)
+        return list(steps_of(drawn))
+
+    inputs = {cap: made(cap) for cap in cap_list} if trace is None else _recorded(trace, prompts, seed)
+    cap_list = list(inputs)
+    for cap, steps in inputs.items():
+        settings[-1].profile.require_fit(int(max(w.prompt_tokens.max() for w, _ in steps)), cap)
 
     results: list[Result] = []
     rows: list[dict[str, Cell]] = []
@@ -226,7 +240,10 @@ def scale(
         for each in settings
         for cap in cap_list
     )
-    with progress(runs * epochs, f"{len(settings)} cluster sizes up to {nodes} GPUs, {len(names)} policies") as tick:
+    with progress(
+        runs * len(next(iter(inputs.values()))),
+        f"{len(settings)} cluster sizes up to {nodes} GPUs, {len(names)} policies",
+    ) as tick:
         for each in settings:
             for cap in cap_list:
                 found, missing = measure(inputs[cap], each, names, cap, tick)
@@ -240,7 +257,8 @@ def scale(
         "prompts": prompts, "responses_per_prompt": samples, "algorithm": algorithm, "epochs": epochs,
         "policies": names, "usd_per_gpu_hour": settings[-1].usd_per_gpu_hour, "weight": weight, "tau": tau,
         "window": window, "learner_gpus": learner_gpus, "start": start, "speed_noise": speed_noise, "seed": seed,
-    })  # fmt: skip
+        **({} if trace is None else {"trace": trace.name}),
+    }, known)  # fmt: skip
     traced = next((each for each in reversed(results) if each.label == OURS), results[-1])
     if trace_out is not None:
         perfetto.write(trace_out, traced.run.reports, settings[-1].cluster)
@@ -258,12 +276,20 @@ def scale(
     )
     for note in dict.fromkeys([*left_out, *(f"{r.gpus} GPUs: {note}" for r in results for note in r.run.notes)]):
         print(note)
+    if claims := paper_claims(results):
+        print_table("Figure 16 of the paper", ["", "given", "paper", "here"], [claim.printed() for claim in claims])
     print(f"mean over sizes and caps, as ratios to {BASELINE}: {', '.join(name for name, _ in RATIOS)}")
     for label in dict.fromkeys(result.label for result in results):
         print(f"  {label:<16}{'  '.join(f'{ratio:.3f}' for ratio in _ratios(results, label))}")
     print(f"written: {', '.join(str(folder / name) for name in FILES)}")
     if trace_out is not None:
         print(f"trace of {traced.label}, {traced.gpus} GPUs, cap {traced.cap_tokens}: {trace_out}")
+
+
+def _recorded(path: Path, prompts: int, seed: int) -> dict[int, Steps]:
+    """A recorded trace's steps, regrouped, by its own cap."""
+    recorded = Trace.read(path)
+    return {recorded.info.max_response_tokens: list(steps_of(batch(recorded, prompts, seed).trace))}
 
 
 RATIOS = (
@@ -285,11 +311,18 @@ def _ratios(results: Sequence[Result], label: str) -> list[float]:
     ]
 
 
-def _write(folder: Path, rows: list[dict[str, Cell]], results: list[Result], config: dict[str, object]) -> None:
-    """Result files: the same seed gives the same bytes."""
+def _write(
+    folder: Path, rows: list[dict[str, Cell]], results: list[Result], config: dict[str, Any], known: dict[str, Any]
+) -> None:
+    """Result files, the configuration last: the same seed gives the same bytes."""
     columns = list(results[0].cells())
     write_atomic(folder / "scale.csv", csv_text(columns, [[row.get(name) for name in columns] for row in rows]))
-    write_atomic(folder / "scale.json", json_text({"config": config, "rows": rows}))
+    claims = [claim.cells() for claim in paper_claims(results)]
+    write_atomic(
+        folder / "paper.csv",
+        csv_text(list(claims[0]) if claims else ["what"], [list(each.values()) for each in claims]),
+    )
+    write_atomic(folder / "scale.json", json_text({"config": config, "paper": claims, "rows": rows}))
     points = [
         plots.ScaleRow(
             gpus=result.gpus,
@@ -306,6 +339,25 @@ def _write(folder: Path, rows: list[dict[str, Cell]], results: list[Result], con
     labels = [result.label for result in results]
     ours = OURS if OURS in labels else labels[-1]
     plots.scale_figure(points, folder / "scale.png", ours, BASELINE)
+    write_atomic(folder / "config.json", json_text(known))
+
+
+def configuration(given: dict[str, Any]) -> dict[str, Any]:
+    """What config.json says: every option but those that say where results go."""
+    kept = {name: value for name, value in given.items() if name not in ("out", "trace_out", "as_json")}
+    return figure.settled("scale", "16", kept)
+
+
+def paper_claims(results: Sequence[Result]) -> list[figure.Claim]:
+    """What the paper says of its scale study beside ours, over sizes and caps (the interval too)."""
+    own = [each.against for each in results if each.label == OURS]
+    return [
+        figure.Claim(
+            what=what, given=f"against {BASELINE} with its best static N, ± over sizes and caps", paper=paper,
+            here=Series(values=floats([getattr(each, field) for each in own])), unit="x" if unit == "x" else "%",
+        )
+        for what, field, paper, unit in PAPER if own
+    ]  # fmt: skip
 
 
 if __name__ == "__main__":

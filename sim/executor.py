@@ -35,10 +35,7 @@ class SimExecutor:
     _past_learning_s: float | None = None
     _warm: frozenset[tuple[str, tuple[int, ...]]] | None = None
     _learner: frozenset[int] = frozenset()
-    _timer: Callable[[int], float] = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        self._timer = prefill_timer(self.world.profile)
+    _timers: dict[int, Callable[[int], float]] = field(default_factory=dict, init=False, repr=False)
 
     def snapshot(self) -> ClusterState:
         """Between steps every GPU is free."""
@@ -64,6 +61,12 @@ class SimExecutor:
     def close(self) -> None:
         """Nothing is held between steps."""
 
+    def timer(self, tp: int) -> Callable[[int], float]:
+        """Seconds of a prefill on an actor of `tp` GPUs."""
+        if tp not in self._timers:
+            self._timers[tp] = prefill_timer(self.world.of_size(tp))
+        return self._timers[tp]
+
     def _require_match(self, plan: Plan, workload: Workload, outcome: Outcome) -> None:
         where = f"step {workload.step}"
         shape = (workload.size, workload.responses_per_prompt)
@@ -75,12 +78,11 @@ class SimExecutor:
             raise InputError(f"{where}: outcome of shape {outcome.response_tokens.shape}, the workload has {shape}")
         if outcome.response_tokens.max() > workload.max_response_tokens:
             raise InputError(f"{where}: a response of {outcome.response_tokens.max()} tokens is above the cap")
-        if plan.cluster_gpus != self.cluster.gpus or plan.tp != self.world.profile.data.tp:
-            raise InputError(
-                f"{where}: a plan for {plan.cluster_gpus} GPUs at TP {plan.tp}, this cluster has "
-                f"{self.cluster.gpus} and its profile TP {self.world.profile.data.tp}"
-            )
-        self.world.profile.require_fit(int(workload.prompt_tokens.max()), workload.max_response_tokens)
+        if plan.cluster_gpus != self.cluster.gpus:
+            raise InputError(f"{where}: a plan for {plan.cluster_gpus} GPUs, this cluster has {self.cluster.gpus}")
+        for tp in {*plan.sizes, plan.prefill_tp}:
+            profile = self.world.of_size(tp)
+            profile.require_fit(int(workload.prompt_tokens.max()), workload.max_response_tokens)
 
 
 class _Step:
@@ -101,7 +103,11 @@ class _Step:
         )
         past_s = executor._past_learning_s
         self.before_s: dict[str, float] = {} if past_s is None else dict.fromkeys(("prefill", "decode"), -past_s)
-        self.starter = Starter(plan=plan, profile=self.profile, warm=executor._warm, before_s=self.before_s)
+        self.starters = {
+            tp: Starter(plan=plan, profile=self.world.of_size(tp), warm=executor._warm, before_s=self.before_s)
+            for tp in {*plan.sizes, plan.prefill_tp}
+        }
+        self.starter = self.starters[plan.prefill_tp]
         self.lives: list[Life] = []
         self.restarts = 0
         self.slowness = self._slowness()
@@ -156,13 +162,14 @@ class _Step:
         weights_s = gathered_s
         for host in owners:
             gpus = sum(int(self.cluster.host_of[gpu]) == host for gpu in learner)
-            for _ in range(max(1, gpus // self.plan.tp)):
+            for _ in range(max(1, gpus // self.plan.prefill_tp)):
                 weights_s = max(weights_s, self.links.send(host, host, self.profile.data.weight_bytes, gathered_s))
         life, ready_s = self.starter.start("prefill", learner, 0, needed_s=0.0, free_s=0.0)
         life.until(weights_s, "wait-weights")
-        replicas = max(1, len(learner) // self.plan.tp)
+        replicas = max(1, len(learner) // self.plan.prefill_tp)
         wave_tokens = prefill.computed_tokens / (prefill.waves * replicas)
-        end_s = max(ready_s, weights_s) + prefill.waves * float(self.profile.prefill_s(wave_tokens))
+        profile = self.world.of_size(self.plan.prefill_tp)
+        end_s = max(ready_s, weights_s) + prefill.waves * float(profile.prefill_s(wave_tokens))
         life.until(end_s, "prefill")
         self.lives.append(life)
         return end_s
@@ -177,13 +184,13 @@ class _Step:
         for index, (planned, gpus) in enumerate(zip(self.plan.actors, placement.decode, strict=True)):
             after_prefill = self.plan.prefill is not None and not learner.isdisjoint(gpus)
             free_s = prefill_end_s if after_prefill else min(0.0, self._free_s(gpus))
-            life, ready_s = self.starter.start("decode", gpus, index, needed_s=0.0, free_s=free_s)
+            life, ready_s = self.starters[planned.tp].start("decode", gpus, index, needed_s=0.0, free_s=free_s)
             waits: list[tuple[float, Activity]] = [(ready_s, "start-up"), (weights_s[index], "wait-weights")]
             if self.plan.prefill is not None:
                 waits.append((kv_s[index], "wait-kv"))
             engine = Engine(
-                profile=self.profile,
-                prefill_timer=self.executor._timer,
+                profile=self.world.of_size(planned.tp),
+                prefill_timer=self.executor.timer(planned.tp),
                 batch=self.batch,
                 slots=planned.slots,
                 prefix_caching=self.plan.prefix_caching,
@@ -245,7 +252,8 @@ class _Step:
 
     def _restart(self, actor: Actor, now_s: float) -> float:
         """A new process on a dead actor's GPUs, then the weights again; when it can work."""
-        ready_s = now_s + (0.0 if self.plan.hosting != "serverless" else self.profile.data.cold_start_s)
+        cold_start_s = actor.engine.profile.data.cold_start_s
+        ready_s = now_s + (0.0 if self.plan.hosting != "serverless" else cold_start_s)
         self.restarts += 1
         index = len(self.plan.actors) + self.restarts - 1
         actor.life = Life(function="decode", index=index, gpus=actor.life.gpus, at_s=now_s)

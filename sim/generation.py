@@ -11,7 +11,7 @@ meets a response that is not its own sends it on to the owner.
 
 import gc
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -116,7 +116,7 @@ class Generation:
         self.running = np.zeros(count, dtype=np.int64)
         self.generated = np.zeros(count, dtype=np.int64)
         self.context = np.zeros(count, dtype=np.int64)
-        self.room = np.full(count, actors[0].engine.profile.data.kv_capacity_tokens, dtype=np.int64)
+        self.room = np.array([actor.engine.profile.data.kv_capacity_tokens for actor in actors], dtype=np.int64)
         self.promised = np.zeros(count, dtype=np.int64)
 
     def run(self, failures: Sequence[tuple[int, float]] = ()) -> float:
@@ -294,10 +294,9 @@ class Generation:
         actor.state = "gone"
         actor.event += 1
         self._waited(actor)
-        now_s = sent_s = self.env.now
-        for response in actor.engine.drain():
-            sent_s = max(sent_s, self._send(response, actor))
-        actor.life.until(now_s, "decode" if actor.decoded else "wait-kv")
+        self._observe(actor)
+        sent_s = self._send_all(actor.engine.drain(), actor)
+        actor.life.until(self.env.now, "decode" if actor.decoded else "wait-kv")
         actor.life.until(sent_s, "send-kv")
 
     def _end_if_idle(self, actor: Actor) -> None:
@@ -306,25 +305,32 @@ class Generation:
             actor.life.until(self.env.now, "wait-kv")
             actor.state = "gone"
 
-    def _send(self, response: int, source: Actor) -> float:
-        """A response goes to its owner, with its KV or, where computing it again is sooner, without; end of sending."""
-        now_s, target = self.env.now, self.actors[self.owner[response]]
-        context, profile = self._context(response), target.engine.profile
-        size_bytes = context * profile.data.kv_bytes_per_token
-        self.moves[response] += 1
-        arrival_s = self.links.quote(source.host, target.host, size_bytes, now_s)
-        useful = self.batch.generated[response] > 0 and not source.dead
-        if not useful or arrival_s - now_s >= target.engine.prefill_timer(context):
-            self._after(0.0, partial(self._on_arrival, response, target, False))
-            return now_s
-        self.links.send(source.host, target.host, size_bytes, now_s)
-        self.moved_kv_bytes += size_bytes
-        self._after(arrival_s - now_s, partial(self._on_arrival, response, target, True))
-        return arrival_s
+    def _send_all(self, responses: Iterable[int], source: Actor) -> float:
+        """Responses leave together for their owners, each with its KV or, where computing it again is sooner, without;
+        end of sending. An owner computes all that comes without in one go, and each of them waits for all."""
+        now_s = sent_s = self.env.now
+        again: dict[int, int] = defaultdict(int)  # owner -> tokens that it is to compute again
+        for response in responses:
+            target, context = self.actors[self.owner[response]], self._context(response)
+            profile = target.engine.profile
+            size_bytes = context * profile.data.kv_bytes_per_token
+            self.moves[response] += 1
+            arrival_s = self.links.quote(source.host, target.host, size_bytes, now_s)
+            useful = self.batch.generated[response] > 0 and not source.dead
+            anew = again[target.index] + context
+            if not useful or arrival_s - now_s >= target.engine.prefill_timer(anew):
+                again[target.index] = anew
+                self._after(0.0, partial(self._on_arrival, response, target, False))
+                continue
+            self.links.send(source.host, target.host, size_bytes, now_s)
+            self.moved_kv_bytes += size_bytes
+            self._after(arrival_s - now_s, partial(self._on_arrival, response, target, True))
+            sent_s = max(sent_s, arrival_s)
+        return sent_s
 
     def _on_arrival(self, response: int, actor: Actor, loaded: bool, _: simpy.Event) -> None:
         if self.owner[response] != actor.index:  # cut or dead while the response was on its way
-            self._send(response, actor)
+            self._send_all([response], actor)
             return
         self._come(response)
         actor.engine.submit([response], loaded=loaded)
@@ -361,8 +367,7 @@ class Generation:
             heir = min(heirs, key=lambda other: int(self.assigned[other.index] - self.finished[other.index]))
             self._give(response, heir)
         self._observe(actor)
-        for response in here:
-            self._send(response, actor)
+        self._send_all(here, actor)
 
     def _revive(self, actor: Actor, here: list[int]) -> None:
         """The last actor has died: a new process takes its place."""

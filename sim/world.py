@@ -1,12 +1,12 @@
 """The world that plans meet: true speeds, links, noise and faults. Deliberately not the planner's estimate."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from rlhfless.errors import InputError
 from rlhfless.types.cluster import Gpu
 from rlhfless.types.outcome import Outcome
-from rlhfless.types.profile import Profile
+from rlhfless.types.profile import Profile, check_sizes
 from rlhfless.types.workload import Workload
 
 
@@ -70,7 +70,7 @@ class World:
     """Everything that happens as it will, whatever was planned."""
 
     profile: Profile
-    """True latencies."""
+    """True latencies; those of training do not depend on the size of an actor."""
     outcome_of: Callable[[Workload], Outcome]
     """True lengths of a step."""
     training: Training = Training()
@@ -83,9 +83,21 @@ class World:
     """Actors that die."""
     seed: int = 0
     """Seed of the noise."""
+    profiles: Mapping[int, Profile] = field(default_factory=dict)
+    """True latencies of actors of other sizes: tensor-parallel size to profile, of the same model on the same GPU."""
 
     def __post_init__(self) -> None:
+        check_sizes({self.profile.data.tp: self.profile, **self.profiles})
         if not 0 < self.link_efficiency <= 1:
             raise InputError(f"link_efficiency is {self.link_efficiency}; it must lie in (0, 1]")
         if not 0 <= self.speed_noise < 1:
             raise InputError(f"speed_noise is {self.speed_noise}; it must lie in [0, 1)")
+
+    def of_size(self, tp: int) -> Profile:
+        """True latencies of an actor of `tp` GPUs. Raises InputError where there are none."""
+        if tp == self.profile.data.tp:
+            return self.profile
+        if tp not in self.profiles:
+            known = ", ".join(map(str, sorted({self.profile.data.tp, *self.profiles})))
+            raise InputError(f"an actor of {tp} GPUs: this world has profiles of actors of {known}")
+        return self.profiles[tp]

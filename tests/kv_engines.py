@@ -14,8 +14,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from backends.kv_transfer import KVCounters
+from backends.redis_server import RedisServer, connect
+
 PRELOAD = "tests.vllm_preload"
-START_S = 120.0
+START_S = 240.0
 """Longest wait for an engine, or for an answer of one (a hung one must not hang the tests)."""
 END_S = 10.0
 """Longest wait for one to end by itself."""
@@ -31,6 +36,21 @@ class Answer:
     tokens: list[int]
     cached: int
     """vLLM's own count of prompt tokens that it found in a cache, its own or an external one."""
+
+
+NEW_TOKENS = 60
+BLOCK = 32
+
+
+def ids(seed: int, count: int) -> list[int]:
+    tokens: list[int] = np.random.default_rng(seed).integers(3, 90, count).tolist()
+    return tokens
+
+
+PROMPTS = {f"r{number}": ids(number, 230 + 9 * number) for number in range(4)}
+WHOLE: Requests = {name: (prompt, NEW_TOKENS) for name, prompt in PROMPTS.items()}
+PREFILL: Requests = {name: (prompt, 1) for name, prompt in PROMPTS.items()}
+PROMPT_BLOCKS = sum(len(prompt) // BLOCK for prompt in PROMPTS.values())
 
 
 class Engine:
@@ -85,6 +105,11 @@ class Engine:
         """`backends.kv_transfer.set_namespace` in the engine's process."""
         self._ask("version", version)
 
+    def pids(self) -> list[int]:
+        """Its process, and those of its ranks where there are several."""
+        found: list[int] = self._ask("pids")
+        return found
+
     def preemptions(self) -> int:
         """Requests that the scheduler has pushed out for want of KV."""
         count: int = self._ask("preemptions")
@@ -101,11 +126,33 @@ class Engine:
         return answer
 
 
+def tokens(answers: dict[str, Answer]) -> dict[str, list[int]]:
+    return {name: answer.tokens for name, answer in answers.items()}
+
+
+def blocks_in(server: RedisServer, namespace: str, version: int) -> list[bytes]:
+    with connect(server.url) as client:
+        return sorted(client.scan_iter(f"rlkv:{namespace}:{version}:*", count=1000))
+
+
+class Gained:
+    """What an engine's counters have gained."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self._start = engine, engine.counters()
+
+    def __call__(self) -> KVCounters:
+        now = self._engine.counters()
+        return KVCounters(**{name: now[name] - self._start[name] for name in now})  # type: ignore[arg-type]
+
+
 def _serve(
     pipe: Connection, model: Path, kv: Mapping[str, Any] | None, unset: tuple[str, ...], arguments: dict[str, Any]
 ) -> None:
     for variable in unset:
         os.environ.pop(variable, None)
+    # a daemon, so that it ends with pytest, may else have no children, and so no ranks
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     try:
         from vllm.config import KVTransferConfig
         from vllm.engine.arg_utils import EngineArgs
@@ -150,6 +197,8 @@ def _serve(
                 case ("version", version):
                     kv_transfer.set_namespace(version)
                     pipe.send((True, None))
+                case ("pids",):
+                    pipe.send((True, [os.getpid(), *(child.pid for child in multiprocessing.active_children())]))
                 case ("preemptions",):
                     pipe.send((True, len(preempted)))
     except EOFError:

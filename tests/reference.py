@@ -47,6 +47,7 @@ class Worker:
     slowdown: float
     start_s: float
     caching: bool
+    profile: Profile
     queue: list[Response] = field(default_factory=list)
     slots_used: list[Response] = field(default_factory=list)
     cached: dict[int, int] = field(default_factory=dict)
@@ -79,8 +80,8 @@ class Worker:
 class TokenByToken:
     """Run with `run()`; results are on the responses and workers."""
 
-    def __init__(self, profile: Profile, migration: MigrationSpec | None, workers: list[Worker], links: Links) -> None:
-        self.profile, self.workers, self.links = profile, workers, links
+    def __init__(self, migration: MigrationSpec | None, workers: list[Worker], links: Links) -> None:
+        self.workers, self.links = workers, links
         self.rule = rule(migration) if migration else None
         self.heap: list[tuple[float, int, Callable[[], None]]] = []
         self.ticket = count()
@@ -96,7 +97,7 @@ class TokenByToken:
         self.responses = [r for w in self.workers for r in w.queue]
         for worker in self.workers:
             worker.assigned = len(worker.queue)
-            worker.seen_room = self.profile.data.kv_capacity_tokens
+            worker.seen_room = worker.profile.data.kv_capacity_tokens
             for r in worker.queue:
                 r.owner = worker.index
             self.at(worker.start_s, lambda w=worker: self.start(w))
@@ -117,7 +118,7 @@ class TokenByToken:
 
     # -- one actor ---------------------------------------------------------------------------------------------------
     def trim(self, w: Worker) -> None:
-        if w.kv() + sum(w.cached.values()) > self.profile.data.kv_capacity_tokens:
+        if w.kv() + sum(w.cached.values()) > w.profile.data.kv_capacity_tokens:
             w.cached.clear()
 
     def admit(self, w: Worker) -> tuple[int, bool]:
@@ -126,7 +127,7 @@ class TokenByToken:
             r = w.queue[0]
             shared = any(w.key(other) == w.key(r) for other in w.slots_used)
             need = r.generated + (0 if shared else r.prompt_tokens)
-            if w.kv() + need + len(w.slots_used) + 1 > self.profile.data.kv_capacity_tokens:
+            if w.kv() + need + len(w.slots_used) + 1 > w.profile.data.kv_capacity_tokens:
                 break
             w.queue.pop(0)
             if not r.loaded and r.generated:
@@ -149,11 +150,13 @@ class TokenByToken:
         return tokens, admitted
 
     def observe(self, w: Worker) -> None:
-        w.seen_running, w.seen_kv, w.seen_generated = len(w.slots_used), w.kv(), w.generated
+        w.seen_running, w.seen_kv = len(w.slots_used), w.kv()
         w.seen_context = sum(r.context for r in [*w.slots_used, *w.queue])
-        w.seen_room = self.profile.data.kv_capacity_tokens - w.kv() - sum(r.context for r in w.queue)
-        for r in w.slots_used:
-            r.seen = r.generated
+        w.seen_room = w.profile.data.kv_capacity_tokens - w.kv() - sum(r.context for r in w.queue)
+        if w.state != "leaving":  # what it still generates is known when it leaves
+            w.seen_generated = w.generated
+            for r in w.slots_used:
+                r.seen = r.generated
         if w.state != "working":
             w.seen_running = w.seen_context = w.seen_room = 0
 
@@ -167,7 +170,7 @@ class TokenByToken:
         w.woken = False
         if tokens:
             self.observe(w)
-            self.step(w, float(self.profile.prefill_s(tokens)), self.prefilled_now)
+            self.step(w, float(w.profile.prefill_s(tokens)), self.prefilled_now)
             return
         if not w.slots_used:
             self.observe(w)
@@ -175,7 +178,7 @@ class TokenByToken:
             if not self.owned(w):
                 w.state, w.end_s = "gone", self.now
             return
-        while w.kv() + len(w.slots_used) > self.profile.data.kv_capacity_tokens:
+        while w.kv() + len(w.slots_used) > w.profile.data.kv_capacity_tokens:
             victim = w.slots_used.pop()
             victim.seen = victim.generated
             w.cached.clear()
@@ -185,7 +188,7 @@ class TokenByToken:
         if event:
             self.observe(w)
         mean = sum(r.context for r in w.slots_used) / len(w.slots_used)
-        self.step(w, float(self.profile.decode_iteration_s(len(w.slots_used), mean)), self.iterated)
+        self.step(w, float(w.profile.decode_iteration_s(len(w.slots_used), mean)), self.iterated)
 
     def step(self, w: Worker, seconds: float, then: Callable[[Worker], None]) -> None:
         w.stepping = True
@@ -279,28 +282,36 @@ class TokenByToken:
 
     def leave(self, w: Worker) -> None:
         w.state, w.end_s = "gone", self.now
+        w.seen_generated = w.generated
         here = [*w.slots_used, *w.queue]
         w.slots_used, w.queue = [], []
         for r in here:
             r.seen = r.generated
-        for r in here:
-            self.send(r, w)
+        self.send(here, w)
 
-    def send(self, r: Response, source: Worker) -> None:
+    def send(self, leaving: list[Response], source: Worker) -> None:
+        computed: dict[int, int] = {}  # owner -> context that it is to compute again, all in one go
+        for r in leaving:
+            self.send_one(r, source, computed)
+
+    def send_one(self, r: Response, source: Worker, computed: dict[int, int]) -> None:
         target = self.workers[r.owner]
         r.moves += 1
-        size = r.context * self.profile.data.kv_bytes_per_token
+        size = r.context * target.profile.data.kv_bytes_per_token
         arrival = self.links.quote(source.host, target.host, size, self.now)
         useful = r.generated > 0 and not source.dead
-        loaded = useful and arrival - self.now < float(self.profile.prefill_s(r.context))
+        together = computed.get(target.index, 0) + r.context
+        loaded = useful and arrival - self.now < float(target.profile.prefill_s(together))
         if loaded:
             self.links.send(source.host, target.host, size, self.now)
             self.moved_bytes += size
+        else:
+            computed[target.index] = together
         self.at(arrival if loaded else self.now, lambda: self.arrive(r, target, loaded))
 
     def arrive(self, r: Response, w: Worker, loaded: bool) -> None:
         if r.owner != w.index:
-            self.send(r, w)
+            self.send([r], w)
             return
         r.promised = 0
         r.loaded = loaded
@@ -341,5 +352,4 @@ class TokenByToken:
         for r in sorted(self.owned(w), key=lambda r: r.number):
             self.give(r, min(heirs, key=lambda other: other.assigned - other.finished))
         self.observe(w)
-        for r in here:
-            self.send(r, w)
+        self.send(here, w)

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from backends.engine_types import EngineCounters, EngineError, Finished, Partial, Request
 from backends.generation import End, Generation
 from backends.vllm_actor import NOTHING, Update
-from rlhfless.types.plan import MigrationSpec
+from rlhfless.types.arrays import floats, ints
+from rlhfless.types.plan import ElasticTerms, MigrationSpec, Speed
 
 VERSION = "7"
 BLOCK, BLOCKS = 16, 40
@@ -176,8 +177,16 @@ def check_columns(generation: Generation) -> None:
     generation._held[:], generation._room[:] = kept
 
 
-RULES = [None, MigrationSpec(kind="cut-and-migrate", value=0.3), MigrationSpec(kind="cut-and-migrate", value=0.05),
-         MigrationSpec(kind="global-cut", value=9.0)]  # fmt: skip
+SPEED = Speed(gpus=1, batch=ints([1, 12]), iteration_s=floats([0.01, 0.012]))
+ANY_NUMBER = ElasticTerms(speeds=(SPEED,), speed_of=ints([0] * 5), move_s_per_token=1e-6)
+RULES = [
+    None,
+    MigrationSpec(kind="cut-and-migrate", value=0.3),
+    MigrationSpec(kind="cut-and-migrate", value=0.05),
+    MigrationSpec(kind="global-cut", value=9.0),
+    MigrationSpec(kind="repack", value=6.0),
+    MigrationSpec(kind="elastic", value=2.0, terms=ANY_NUMBER),
+]
 
 
 @settings(max_examples=400, deadline=None)

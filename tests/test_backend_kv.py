@@ -1,5 +1,6 @@
 """KV transfer without an engine: the block format, settings, and the store over a real Redis that fails."""
 
+import dataclasses
 import importlib.util
 import math
 import os
@@ -21,8 +22,10 @@ from backends import kv_transfer
 from backends.kv_transfer import (
     HEADER_BYTES,
     BadBlock,
+    KVCounters,
     RedisBlocks,
     RedisSettings,
+    count,
     counters,
     current_version,
     layout_digest,
@@ -30,6 +33,8 @@ from backends.kv_transfer import (
     pack,
     redis_config,
     set_namespace,
+    side_by_side,
+    since,
     transfer_or_recompute,
     unpack,
 )
@@ -118,7 +123,20 @@ def test_redis_config_is_what_the_connector_reads() -> None:
     settings = RedisSettings(**config["kv_connector_extra_config"])
     assert settings == RedisSettings(url=URL, namespace="run-7", version="3", ttl_s=60.0)
     assert "secret" not in repr(settings)
-    assert settings.key("3", b"\x01\x02") == b"rlkv:run-7:3:\x01\x02"
+    assert settings.key("3", b"\x01\x02") == b"rlkv:run-7:3:0/1:\x01\x02"
+
+
+def test_a_part_is_found_by_its_rank_among_how_many() -> None:
+    settings = RedisSettings(url=URL, namespace="run-7")
+    hashes = [bytes([number]) * 32 for number in range(2)]
+    keys = [
+        settings.key(version, each, rank=rank, ranks=ranks)
+        for version in ("3", "30")
+        for each in hashes
+        for ranks in (1, 2, 4, 12)
+        for rank in range(ranks)
+    ]
+    assert len(set(keys)) == len(keys) == 2 * 2 * (1 + 2 + 4 + 12)
 
 
 def test_nixl_config() -> None:
@@ -233,6 +251,63 @@ def test_fetch_ends_at_the_first_block_that_is_not_right(server: RedisServer) ->
         assert store.fetch(keys) == []
         assert since.corrupt_blocks == 2
     store.close()
+
+
+@needs_redis
+@pytest.mark.parametrize("chunk_bytes", [1, 500, 1 << 20])
+def test_a_block_is_there_when_all_of_its_parts_are(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch, chunk_bytes: int
+) -> None:
+    monkeypatch.setattr(kv_transfer, "CHUNK_BYTES", chunk_bytes)
+    settings, ranks, blocks = RedisSettings(url=server.url, namespace="parts"), 3, 5
+    hashes = [bytes([chunk_bytes % 251, block]) for block in range(blocks)]
+    of_rank = [[settings.key("0", each, rank=rank, ranks=ranks) for each in hashes] for rank in range(ranks)]
+    whole = [key for block in zip(*of_rank, strict=True) for key in block]
+    for rank, keys in enumerate(of_rank):  # each from a process of its own, otherwise
+        store_at(server.url).save(keys, lambda first, end, rank=rank: rows(10 * rank + first, 10 * rank + end))  # type: ignore[misc]
+    store = RedisBlocks(settings, layout=LAYOUT, block_bytes=64, parts=ranks)
+    since = Since()
+    assert [kv[0] for kv in store.fetch(whole)] == [10 * rank + block for block in range(blocks) for rank in range(3)]
+    assert (since.loaded_blocks, since.loaded_bytes) == (blocks, blocks * ranks * (64 + HEADER_BYTES))
+    with connect(server.url) as client:
+        client.set(of_rank[1][3], client.get(of_rank[2][3]))
+        since = Since()
+        assert len(store.fetch(whole)) == 3 * ranks, "another rank's part is not a part"
+        assert (since.loaded_blocks, since.corrupt_blocks, since.missing_blocks) == (3, 1, 0)
+        client.delete(of_rank[2][2])
+        since = Since()
+        assert len(store.fetch(whole)) == 2 * ranks
+        assert (since.loaded_blocks, since.corrupt_blocks, since.missing_blocks) == (2, 0, 1)
+        assert since.loaded_bytes == 2 * ranks * (64 + HEADER_BYTES), "of whole blocks"
+    store.close()
+
+
+counts = st.builds(
+    KVCounters,
+    **{each.name: st.integers(0, 99) for each in dataclasses.fields(KVCounters)},
+)
+
+
+@given(counts, counts, counts)
+def test_ranks_side_by_side_count_as_one(a: KVCounters, b: KVCounters, c: KVCounters) -> None:
+    both = side_by_side(a, b)
+    assert both == side_by_side(b, a)
+    assert side_by_side(both, c) == side_by_side(a, side_by_side(b, c))
+    assert both.saved_bytes == a.saved_bytes + b.saved_bytes
+    assert both.failures == a.failures + b.failures
+    assert both.saved_blocks == min(a.saved_blocks, b.saved_blocks), "a block without a part is of no use"
+    assert both.refused_blocks == max(a.refused_blocks, b.refused_blocks)
+    assert both.save_s == max(a.save_s, b.save_s), "they save at the same time"
+
+
+def test_what_ranks_have_done_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_transfer, "_PROCESS", kv_transfer._Process())
+    done = KVCounters(saved_blocks=3, saved_bytes=300, save_s=0.5, failures=1)
+    count(done)
+    before = counters()
+    assert before == done
+    count(done)
+    assert since(before) == done
 
 
 @needs_redis

@@ -12,12 +12,24 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from backends.kv_transfer import HEADER_BYTES, KVCounters, redis_config, set_namespace
+from backends.kv_transfer import HEADER_BYTES, redis_config, set_namespace
 from backends.redis_server import RedisServer, connect
-from tests.kv_engines import Answer, Engine, Requests
+from tests.kv_engines import (
+    BLOCK,
+    NEW_TOKENS,
+    PREFILL,
+    PROMPT_BLOCKS,
+    PROMPTS,
+    WHOLE,
+    Engine,
+    Gained,
+    Requests,
+    blocks_in,
+    ids,
+    tokens,
+)
 
 pytestmark = [
     pytest.mark.slow,
@@ -30,20 +42,6 @@ pytestmark = [
         reason="needs vLLM (pip install 'rlhfless[cpu]')",
     ),
 ]
-
-NEW_TOKENS = 60
-BLOCK = 32
-
-
-def ids(seed: int, count: int) -> list[int]:
-    tokens: list[int] = np.random.default_rng(seed).integers(3, 90, count).tolist()
-    return tokens
-
-
-PROMPTS = {f"r{number}": ids(number, 230 + 9 * number) for number in range(4)}
-WHOLE: Requests = {name: (prompt, NEW_TOKENS) for name, prompt in PROMPTS.items()}
-PREFILL: Requests = {name: (prompt, 1) for name, prompt in PROMPTS.items()}
-PROMPT_BLOCKS = sum(len(prompt) // BLOCK for prompt in PROMPTS.values())
 
 
 @pytest.fixture(scope="module")
@@ -86,26 +84,6 @@ def cold(pair: tuple[Engine, Engine]) -> tuple[Engine, Engine, int]:
         engine.cold()
         engine.set_version(version)
     return (*pair, version)
-
-
-def tokens(answers: dict[str, Answer]) -> dict[str, list[int]]:
-    return {name: answer.tokens for name, answer in answers.items()}
-
-
-def blocks_in(server: RedisServer, namespace: str, version: int) -> list[bytes]:
-    with connect(server.url) as client:
-        return sorted(client.scan_iter(f"rlkv:{namespace}:{version}:*", count=1000))
-
-
-class Gained:
-    """What an engine's counters have gained."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine, self._start = engine, engine.counters()
-
-    def __call__(self) -> KVCounters:
-        now = self._engine.counters()
-        return KVCounters(**{name: now[name] - self._start[name] for name in now})  # type: ignore[arg-type]
 
 
 def test_prefill_here_and_decode_there(

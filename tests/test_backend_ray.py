@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,11 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from backends.ray_executor import RayExecutor
+from rlhfless.accounting.billing import bill
 from rlhfless.driver import StepRecord
 from rlhfless.errors import InfeasibleError, InputError, PlanError, RlhflessError
 from rlhfless.types.arrays import ints
 from rlhfless.types.outcome import Outcome
-from rlhfless.types.plan import Plan
+from rlhfless.types.plan import Plan, Prewarm
 from rlhfless.types.report import StepReport
 from rlhfless.types.workload import Workload
 from sim.executor import SimExecutor
@@ -48,8 +51,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    with ray_steps.executor(model, tmp_path_factory.mktemp("run")) as made:
+    folder = tmp_path_factory.mktemp("run")
+    with ray_steps.executor(model, folder) as made:
         yield made
+    assert not list(folder.iterdir()), "something is left in the run's folder"
 
 
 @pytest.fixture
@@ -99,6 +104,8 @@ def test_a_plan_keeps_the_laws_in_simulation_and_on_engines(executor: Any, polic
         check(made, report, outcome)
         assert report.counters.cuts == 1
         assert report.counters.moves == report.moves.sum() > 0
+        if made.prefill is None:  # else a target that has prefilled finds the prompts in its own cache
+            assert report.counters.moved_kv_bytes > 0
 
 
 def test_each_distinct_prefix_is_computed_once_over_all_actors(executor: Any) -> None:
@@ -206,6 +213,117 @@ def test_warm_processes_are_woken_and_cold_ones_end_with_the_step(executor: Any)
     assert len(executor.pids()) == 2
 
 
+@pytest.fixture
+def slow_learner(executor: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Learning lasts until what is asked for meanwhile is up, and a little longer; how often it has waited so."""
+    waited: list[int] = []
+    publish = RayExecutor._publish
+
+    def slowly(of: Any) -> None:
+        import ray
+
+        until_s = time.monotonic() + 60
+        while waited and not (ahead := [each for each in of._processes._pool.values() if each.ahead_s is not None]):
+            assert time.monotonic() < until_s, "nothing is asked for"
+            time.sleep(0.01)
+        if waited:
+            ray.get([each.actor.up_for.remote() for each in ahead])
+            time.sleep(0.1)
+            waited.append(len(ahead))
+        publish(of)
+
+    monkeypatch.setattr(RayExecutor, "_publish", slowly)
+    return waited
+
+
+def test_prewarmed_processes_start_while_the_step_before_learns(executor: Any, slow_learner: list[int]) -> None:
+    work = workload(28)
+    executor.lengths = lengths
+    executor.execute(plan("raw", work, actors=1, start="cold"), work)  # the pool of earlier tests must not help
+    made = replace(plan("raw", work, start="prewarmed"), prewarm=(Prewarm(function="decode", ready_after_s=0.0),))
+    assert made.placement.decode == ((0,), (1,))
+    assert made.placement.learner == (0,)
+    slow_learner.append(0)
+    executor.execute(made, work)
+    assert slow_learner == [0, 1]
+    assert executor._processes.startup_s > 0
+    report = executor.execute(made, work)
+    check(made, report, lengths(work))
+    learners, taken = ([one for one in report.invocations if one.gpus == gpus] for gpus in ((0,), (1,)))
+    assert all(one.start_s >= 0 for one in learners)
+    (one,) = taken
+    assert [span.activity for span in one.spans[:2]] == ["start-up", "early"]
+    assert one.spans[1].start_s < 0 <= one.spans[1].end_s
+    assert bill(report, 1.0).held_gpu_s > report.step_s  # both GPUs' decoding, and what was held before 0
+    assert slow_learner == [0, 1, 1]
+    slow_learner.clear()
+    unused = plan("raw", work, actors=1, start="cold")
+    report = executor.execute(unused, work)
+    check(unused, report, lengths(work))
+    (other,) = [one for one in report.invocations if one.gpus == (1,)]
+    assert other.function == "decode"
+    assert {span.activity for span in other.spans} == {"start-up", "early"}
+    assert other.start_s < 0
+    assert not [each for each in executor._processes._pool.values() if each.gpus == (1,)]
+
+
+class Sleeper:
+    """Stands in for an engine's process on a GPU."""
+
+    def __init__(self, config: object) -> None:
+        self.said: list[str] = []
+
+    def sleep(self) -> None:
+        self.said.append("sleep")
+
+    def wake(self) -> None:
+        self.said.append("wake")
+
+    def all(self) -> list[str]:
+        return self.said
+
+
+def test_engines_on_gpus_sleep_in_the_pool_and_are_woken_ahead(
+    executor: Any, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import ray
+
+    from backends import cluster as module
+
+    cloudpickle = pytest.importorskip("ray.cloudpickle")
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    monkeypatch.setattr(module, "VllmActor", Sleeper)
+    config = ray_steps.config(model, tmp_path, actor_cpus=0.01)
+    engine = config.engine(tp=1, prefix_caching=True, kv_connector=None)
+    another = config.engine(tp=1, prefix_caching=False, kv_connector=None)
+    object.__setattr__(engine, "sleep_mode", True)  # a config for CPUs refuses it
+    processes = module.RayCluster(CLUSTER, config)
+    try:
+        one = processes.take((0,), engine)
+        processes.keep(one)
+        processes.rest()
+        processes.rest()
+        assert one.asleep
+        processes.ahead((1,), engine, new=False)  # nothing sleeps there
+        processes.ahead((0,), engine, new=True)
+        assert not one.asleep
+        assert one.ahead_s is not None
+        until_s = time.monotonic() + 60
+        while ray.get(one.actor.all.remote()) != ["sleep", "wake"]:  # an actor's calls run side by side
+            assert time.monotonic() < until_s
+        assert processes.untaken({(0,)}, engine) == []
+        assert processes.untaken({(0,)}, another) == [one]
+        processes.end(one)
+        two = processes.take((0,), engine)
+        processes.keep(two)
+        ray.kill(two.actor)
+        processes.rest()  # what has died rests as well
+        assert processes._pool == {}
+    finally:
+        processes.close()
+    assert ray.is_initialized()
+
+
 def test_reserved_actors_are_held_to_the_end_of_generation(executor: Any) -> None:
     work = workload(26)
     executor.lengths = lengths
@@ -265,6 +383,7 @@ def test_config_refuses_what_cannot_be(model: Path, tmp_path: Path) -> None:
         ({"redis_url": "redis://10.0.0.1:6379"}, "password"),
         ({"temperature": -1.0}, "temperature"),
         ({"hang_timeout_s": 0.0}, "hang_timeout_s"),
+        ({"node_timeout_s": -1.0}, "node_timeout_s"),
         ({"kv_cache_bytes": None}, "kv_cache_bytes"),
     ]
     for changes, says in wrong:

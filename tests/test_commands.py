@@ -203,7 +203,6 @@ def test_bad_replay_input_is_one_line(trace_file: Path, tmp_path: Path, capsys: 
         (["--trace", str(trace_file), "--learner-gpus", "99"], "the learner needs 99 GPUs, the cluster has 16"),
         (["--trace", str(trace_file), "--baseline", "verl,raw"], "one policy is needed"),
         (["--trace", str(trace_file), "--baseline", "rlhfless", "--actors", "3"], "has a static number of actors"),
-        ([], "Missing option"),
     ):
         code, stdout, err = call(replay, arguments, capsys)
         errors = [each for each in err.splitlines() if each.startswith("error: ")]

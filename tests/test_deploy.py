@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from backends.nodes import Node, choose, needs_of
 from experiments.config import load
 
 yaml = pytest.importorskip("yaml", reason="PyYAML comes with Ray: pip install 'rlhfless[cpu]'")
@@ -230,6 +231,46 @@ def test_kuberay_is_guarded_and_its_parts_find_each_other() -> None:
     for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"]):
         claims = [each.get("persistentVolumeClaim") for each in group["template"]["spec"]["volumes"]]
         assert {"claimName": claim["metadata"]["name"]} in claims
+
+
+# ---- what a run asks for
+
+
+def meet(resources: dict[str, float]) -> bool:
+    """Whether every bundle that a run asks for fits on a fresh worker with these resources."""
+    needs = needs_of(GPU_CONFIG.cluster.cluster, GPU_CONFIG.engine.device, GPU_CONFIG.ray.actor_cpus)
+    return all(resources.get(name, 0) >= amount for bundle in needs.bundles() for name, amount in bundle.items())
+
+
+def test_aws_autoscaler_knows_workers_that_are_what_a_run_asks_for() -> None:
+    types = aws()["available_node_types"]
+    assert meet(types["l40s"]["resources"])
+    assert not meet(types["head"]["resources"])
+    assert types["l40s"]["max_workers"] >= len(GPU_CONFIG.cluster.cluster.hosts)
+    assert GPU_CONFIG.ray.node_timeout_s > 0
+    assert GPU_CONFIG.ray.address == "auto"
+
+
+def test_kuberay_autoscaler_knows_workers_that_are_what_a_run_asks_for() -> None:
+    """By Ray's own reading of the resource, as the autoscaler beside the head does it."""
+    config = pytest.importorskip(
+        "ray.autoscaler._private.kuberay.autoscaling_config", reason="needs Ray: pip install 'rlhfless[cpu]'"
+    )
+    (group,) = kubernetes()["RayCluster"]["spec"]["workerGroupSpecs"]
+    resources = config._get_ray_resources_from_group_spec(group, is_head=False)
+    assert resources["GPU"] == GPU_CONFIG.cluster.gpus_per_host
+    assert meet(resources)
+    head = config._get_ray_resources_from_group_spec(kubernetes()["RayCluster"]["spec"]["headGroupSpec"], is_head=True)
+    assert not meet(head)
+
+
+def test_the_head_carries_no_host() -> None:
+    cluster = GPU_CONFIG.cluster.cluster
+    needs = needs_of(cluster, GPU_CONFIG.engine.device, GPU_CONFIG.ray.actor_cpus)
+    head = Node(id="a-head", cpus=0, gpus=0, gpu_type=None)
+    workers = [Node(id=name, cpus=180, gpus=8, gpu_type="L40S") for name in ("x", "y")]
+    assert choose(needs, [head]) == (None, None)
+    assert choose(needs, [head, *workers]) == ("x", "y")
 
 
 def test_images_are_one() -> None:

@@ -1,5 +1,7 @@
 """Event to event against token by token: the same step, two simulators."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -29,6 +31,7 @@ def both(
     spec: MigrationSpec | None,
     kv_bytes: float = 1e5,
     deaths: int = 0,
+    mixed: bool = False,
 ) -> tuple[Generation, TokenByToken, list[Response], list[Worker]]:
     """Run one random step in both simulators."""
     rng = np.random.default_rng(seed)
@@ -46,14 +49,18 @@ def both(
         generated=[0] * len(target),
         first_s=[-1.0] * len(target),
     )
-    timer = prefill_timer(profile)
+    # actors of twice the GPUs: twice the KV, half the time
+    larger = tiny_profile(kv_capacity_tokens=2 * capacity, max_slots=slots, kv_bytes_per_token=kv_bytes, tp=2)
+    larger = replace(larger, speed=0.5)
+    profiles = [larger if mixed and index % 2 else profile for index in range(actors)]
+    timers = [prefill_timer(each) for each in profiles]
     simulated, workers, responses = [], [], {}
     for index, group in enumerate(groups):
         own = [int(p) * n + s for p in group for s in range(n)]
         first = {r: 0 if caching and r % n else int(rng.integers(0, prompt_tokens[r // n] + 1)) for r in own}
         engine = Engine(
-            profile=profile,
-            prefill_timer=timer,
+            profile=profiles[index],
+            prefill_timer=timers[index],
             batch=batch,
             slots=slots,
             prefix_caching=caching,
@@ -74,7 +81,13 @@ def both(
             )
         )
         worker = Worker(
-            index=index, host=host, slots=slots, slowdown=slowdown[index], start_s=start_s[index], caching=caching
+            index=index,
+            host=host,
+            slots=slots,
+            slowdown=slowdown[index],
+            start_s=start_s[index],
+            caching=caching,
+            profile=profiles[index],
         )
         for r in own:
             responses[r] = Response(
@@ -90,7 +103,7 @@ def both(
     generation = Generation(spec, batch, simulated, Links(cluster=cluster), lambda actor, now: now)
     killed = [(int(k), float(rng.uniform(0.3, 3.0))) for k in rng.permutation(actors)[: min(deaths, actors - 1)]]
     generation.run(killed)
-    slow = TokenByToken(profile, spec, workers, Links(cluster=cluster))
+    slow = TokenByToken(spec, workers, Links(cluster=cluster))
     slow.run(killed)
     return generation, slow, [responses[r] for r in sorted(responses)], workers
 
@@ -133,8 +146,11 @@ def assert_equal(generation: Generation, slow: TokenByToken, responses: list[Res
     spec=SPECS,
     kv_bytes=st.sampled_from([1e5, 2e6]),
     deaths=st.integers(0, 3),
+    mixed=st.booleans(),
 )
-def test_event_jump_equals_token_by_token(seed, actors, per_actor, n, capacity, slots, caching, spec, kv_bytes, deaths):
+def test_event_jump_equals_token_by_token(
+    seed, actors, per_actor, n, capacity, slots, caching, spec, kv_bytes, deaths, mixed
+):
     run = both(
         seed,
         actors=actors,
@@ -146,6 +162,7 @@ def test_event_jump_equals_token_by_token(seed, actors, per_actor, n, capacity, 
         spec=spec,
         kv_bytes=kv_bytes,
         deaths=deaths,
+        mixed=mixed,
     )
     assert_equal(*run)
 

@@ -54,6 +54,7 @@ class Case:
     capacity: int
     failures: tuple[tuple[int, int, float], ...]
     steps: int = 2
+    sizes: tuple[int, ...] = ()
 
     def workloads(self) -> Iterator[tuple[Workload, Outcome]]:
         for step in range(self.steps):
@@ -83,6 +84,11 @@ class Case:
         pairs = list(self.workloads())
         outcomes = {workload.step: outcome for workload, outcome in pairs}
         profile = tiny_profile(kv_capacity_tokens=self.capacity, tp=self.tp, max_slots=8)
+        others = tuple(
+            tiny_profile(kv_capacity_tokens=self.capacity * size // self.tp, tp=size, max_slots=8)
+            for size in self.sizes
+            if size != self.tp
+        )
         cluster = Cluster.uniform("l40s", self.gpus, self.per_host)
         planner = Planner(
             self.policy,
@@ -95,9 +101,11 @@ class Case:
             if "split" in (self.hosting, POLICIES[self.policy].hosting)
             else min(self.gpus, 2 * self.tp),
             estimator=HistoryEstimator(LengthHistory()),
+            profiles=others,
         )
         world = World(
             profile=profile,
+            profiles={each.data.tp: each for each in others},
             outcome_of=lambda workload: outcomes[workload.step],
             speed_noise=self.noise,
             failures=tuple(Failure(step=s, actor=a, time_s=t) for s, a, t in self.failures),
@@ -128,6 +136,7 @@ def cases(draw: st.DrawFn) -> Case:
         hosting=hosting,
         noise=draw(st.sampled_from([0.0, 0.2])),
         capacity=draw(st.integers(PROMPT + CAP + 1, 900)),
+        sizes=tuple(draw(st.sets(st.sampled_from([1, 2, 4])))),
         failures=tuple(draw(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 5), st.floats(0, 4)), max_size=4))),
     )
 

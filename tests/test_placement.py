@@ -49,6 +49,8 @@ def test_positions(site: tuple[Cluster, list[int], int, list[int]], exclusive: b
     used = got.gpus.ravel().tolist()
     assert got.gpus.shape == (whole, tp)
     assert got.left_over == len(usable) - whole * tp
+    nearest = positions(cluster, ints(free), 1, ints(learner), exclusive).gpus.ravel()
+    assert (nearest[got.offset[:, None] + np.arange(tp)] == got.gpus).all(), "offsets count the nearest GPUs"
     assert len(set(used)) == len(used), "disjoint"
     assert set(used) <= set(usable)
     assert (cluster.host_of[got.gpus] == got.host[:, None]).all(), "inside one host"
@@ -160,23 +162,27 @@ def _at(tp: int, learner: int, exclusive: bool = False) -> Positions:
     return positions(L40S, ints(range(16)), tp, ints(range(learner)), exclusive)
 
 
+def _nearest(at: Positions, actors: int) -> tuple[tuple[int, ...], ...]:
+    return tuple(map(tuple, at.gpus[:actors].tolist()))
+
+
 def test_preparation_takes_turns_on_the_learners_gpus() -> None:
-    got = place(_at(2, 4), 3, ints(range(4)), "ppo", "serverless")
+    got = place(_nearest(_at(2, 4), 3), ints(range(4)), "ppo", "serverless")
     assert got.decode == ((0, 1), (2, 3), (4, 5))
     assert got.preparation == tuple((name, (0, 1, 2, 3)) for name in ("reward", "reference", "critic"))
-    grpo = place(_at(2, 6), 1, ints(range(6)), "grpo", "serverless")
+    grpo = place(_nearest(_at(2, 6), 1), ints(range(6)), "grpo", "serverless")
     assert [name for name, _ in grpo.preparation] == ["reward", "reference"]
 
 
 @pytest.mark.parametrize(("actors", "gpus"), [(3, 8), (6, 12)])
 def test_colocated_learner_has_all_reserved_gpus(actors: int, gpus: int) -> None:
-    got = place(_at(2, 8), actors, ints(range(8)), "ppo", "colocated")
+    got = place(_nearest(_at(2, 8), actors), ints(range(8)), "ppo", "colocated")
     assert got.learner == tuple(range(gpus))
     assert {own for _, own in got.preparation} == {got.learner}
 
 
 def test_split_keeps_decode_off_the_learner() -> None:
-    got = place(_at(2, 4, exclusive=True), 6, ints(range(4)), "ppo", "split")
+    got = place(_nearest(_at(2, 4, exclusive=True), 6), ints(range(4)), "ppo", "split")
     assert got.learner == (0, 1, 2, 3)
     assert not set(got.learner) & {gpu for gpus in got.decode for gpu in gpus}
     assert {gpus for _, gpus in got.preparation} == {got.learner}

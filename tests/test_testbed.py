@@ -206,7 +206,7 @@ def test_gpu_example_plans_without_gpus(tmp_path: Path, capsys: pytest.CaptureFi
     assert code == 0, err
     plan = Plan.from_json((tmp_path / "plans" / "step-0000.json").read_text())
     config = load(GPU)
-    assert (plan.tp, plan.cluster_gpus, plan.policy) == (2, 16, "rlhfless")
+    assert (plan.sizes, plan.cluster_gpus, plan.policy) == ((2,), 16, "rlhfless")
     assert (plan.prompts, plan.responses_per_prompt) == (128, 4)
     assert max(actor.slots for actor in plan.actors) <= config.engine.max_slots
     assert "words (approximate" in out

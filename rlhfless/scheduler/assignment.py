@@ -24,10 +24,19 @@ def sorted_even(estimates: npt.ArrayLike, n: int, actors: int) -> Assignment:
     differ by one prompt at most, the larger ones last, where responses are shortest. Raises InputError for an estimate
     that is not a finite number, InfeasibleError for more actors than prompts.
     """
-    keys = np.asarray(estimates, dtype=np.float64)
-    if keys.ndim != 1 or not np.isfinite(keys).all():
-        raise InputError("estimates: expected one finite number for each prompt")
-    return _deal(np.argsort(-keys, kind="stable"), n, actors)
+    return _deal(_by_length(estimates), n, actors)
+
+
+def dealt(estimates: npt.ArrayLike, n: int, actors: int) -> Assignment:
+    """Prompts by falling length estimate, dealt like cards, there and back: every actor gets the same mix of lengths.
+
+    `estimates` and errors as for `sorted_even`. Each admits its longest first; actors differ by one prompt at most.
+    """
+    order = _by_length(estimates)
+    _check(order.size, n, actors, order.size, "prompts")
+    turn, seat = np.divmod(np.arange(order.size), actors)
+    seat = np.where(turn % 2, actors - 1 - seat, seat)
+    return tuple(_read_only(_responses(order[seat == actor], n)) for actor in range(actors))
 
 
 def shuffled_even(prompts: int, n: int, actors: int, rng: np.random.Generator) -> Assignment:
@@ -56,6 +65,14 @@ def group_sticky(prompts: int, n: int, actors: int) -> Assignment:
     """
     _check(prompts, n, actors, prompts, "prompts")
     return tuple(_read_only(_responses(np.arange(actor, prompts, actors), n)) for actor in range(actors))
+
+
+def _by_length(estimates: npt.ArrayLike) -> IntArray:
+    """int[prompts]: prompts by falling estimate."""
+    keys = np.asarray(estimates, dtype=np.float64)
+    if keys.ndim != 1 or not np.isfinite(keys).all():
+        raise InputError("estimates: expected one finite number for each prompt")
+    return np.argsort(-keys, kind="stable")
 
 
 def _deal(order: IntArray, n: int, actors: int) -> Assignment:

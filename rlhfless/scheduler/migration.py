@@ -1,20 +1,19 @@
-"""Mid-step rules: which responses change actor while a step runs. Pure: facts in, decisions out (RLHFless §4.3).
+"""Mid-step rules: which responses change actor while a step runs. Pure: facts in, decisions out (RLHFless §4.3)."""
 
-An executor calls `triggered` each time a response finishes, and `decide` where that holds. Rules have no memory and
-see no true lengths.
-"""
-
-from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from rlhfless.errors import InputError
+from rlhfless.scheduler.elastic import ELASTIC, Elastic
+from rlhfless.scheduler.midstep import GenerationView, Migration, MigrationRule, Room, leaving_of
+from rlhfless.scheduler.repack import REPACK, Repack
 from rlhfless.types.arrays import BoolArray, FloatArray, IntArray
 from rlhfless.types.plan import MigrationSpec
+
+__all__ = ["GenerationView", "Migration", "MigrationRule", "rule"]
+"""What executors need of mid-step rules."""
 
 CUT_AND_MIGRATE = "cut-and-migrate"
 GLOBAL_CUT = "global-cut"
@@ -25,68 +24,6 @@ DEFAULT_TAU = 0.7
 MOST_LOOKS = 2
 """Ripe actors, those with the fewest unfinished responses, whose responses are looked at one by one before a decision
 gives up (chosen: it bounds the work of a decision; where two do not fit for want of KV, larger ones rarely do)."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerationView:
-    """What is known of the decode actors at one moment of a step; columns int64[actors]."""
-
-    assigned: IntArray
-    """Responses that each actor was given, those moved to it included."""
-    finished: IntArray
-    """Responses that it has finished."""
-    running: IntArray
-    """Responses that it decodes, each in a slot."""
-    waiting: IntArray
-    """Responses that it has queued, without a slot."""
-    open_slots: IntArray
-    """Slots that its finished responses have left and nothing waits for."""
-    tokens_generated: IntArray
-    """Response tokens that it has generated in this step."""
-    context_tokens: IntArray
-    """Context, prompt and generated so far, of its unfinished responses; at most the sum over `unfinished`."""
-    kv_headroom_tokens: IntArray
-    """Further tokens whose KV it can hold."""
-    cuts_so_far: int
-    """Actors that mid-step rules have ended in this step."""
-    unfinished: Callable[[int], tuple[IntArray, IntArray]]
-    """The unfinished responses of an actor: numbers, and tokens of context (prompt and generated so far). Called only
-    for actors that may be cut, since it costs more than the columns."""
-
-    @property
-    def alive(self) -> BoolArray:
-        """bool[actors]: has unfinished responses. An actor without has ended and can take nothing."""
-        alive: BoolArray = (self.running + self.waiting) > 0
-        return alive
-
-
-@dataclass(frozen=True, slots=True)
-class Migration:
-    """One response changes actor and goes on there where it stood."""
-
-    response: int
-    """Its number."""
-    source: int
-    """Actor that ends: every response that it has not finished moves in the same decision."""
-    target: int
-    """Actor that takes it into an open slot."""
-
-
-class MigrationRule(Protocol):
-    """A mid-step rule."""
-
-    @property
-    def spec(self) -> MigrationSpec:
-        """Its name and parameter, as a plan carries them."""
-        ...
-
-    def triggered(self, assigned: IntArray, finished: IntArray, unfinished: IntArray) -> bool:
-        """Whether `decide` can be other than empty; columns int64[actors], unfinished = running + waiting."""
-        ...
-
-    def decide(self, view: GenerationView) -> tuple[Migration, ...]:
-        """What moves now, in the order of decision. No response moves twice in one call."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +58,7 @@ class CutAndMigrate:
         """See `MigrationRule`."""
         assigned, finished = view.assigned.copy(), view.finished
         unfinished = view.running + view.waiting
-        room = _Room.of(view)
+        room = Room.of(view)
         may_cut = self._ripe(assigned, finished, unfinished)
         decided: list[Migration] = []
         while True:
@@ -133,7 +70,7 @@ class CutAndMigrate:
             targets = targets[np.argsort(_share(finished, assigned)[targets], kind="stable")]
             cut: list[Migration] = []
             for source in ripe[np.lexsort((-ripe, unfinished[ripe]))][:MOST_LOOKS].tolist():
-                cut = room.take(_leaving(view, source), targets[targets != source])
+                cut = room.take(leaving_of(view, source), targets[targets != source])
                 if cut:
                     break
             if not cut:
@@ -180,13 +117,13 @@ class GlobalCut:
             return ()
         alive = np.flatnonzero(unfinished)
         ranked = alive[np.lexsort((alive, -view.context_tokens[alive], -unfinished[alive]))]
-        leaving = [_leaving(view, actor) for actor in ranked.tolist()]
-        context = np.array([sum(one.context_tokens for one in group) for group in leaving])
+        groups = [leaving_of(view, actor) for actor in ranked.tolist()]
+        context = np.array([sum(one.context_tokens for one in group) for group in groups])
         slots = np.cumsum((view.open_slots + view.running)[ranked])
         headroom = np.cumsum(np.maximum(view.kv_headroom_tokens[ranked], 0))
         enough = (slots >= unfinished.sum()) & (headroom >= context.sum() - np.cumsum(context))
         for stay in (np.flatnonzero(enough) + 1).tolist():
-            moves = _Room.of(view).take([one for group in leaving[stay:] for one in group], ranked[:stay])
+            moves = Room.of(view).take([one for group in groups[stay:] for one in group], ranked[:stay])
             if moves:
                 return tuple(moves)
         return ()
@@ -194,20 +131,26 @@ class GlobalCut:
 
 _RULES: dict[str, Callable[[float], MigrationRule]] = {
     CUT_AND_MIGRATE: CutAndMigrate,
-    GLOBAL_CUT: lambda value: GlobalCut(_whole(value)),
+    GLOBAL_CUT: lambda value: GlobalCut(_whole(GLOBAL_CUT, value)),
+    REPACK: lambda value: Repack(_whole(REPACK, value)),
 }
 
 
 def rule(spec: MigrationSpec) -> MigrationRule:
-    """The rule that a plan names. Raises InputError for an unknown kind or a parameter out of range."""
-    if spec.kind not in _RULES:
-        raise InputError(f"unknown migration rule {spec.kind!r}: known are {', '.join(_RULES)}")
-    return _RULES[spec.kind](spec.value)
+    """The rule that a plan names.
+
+    Raises InputError for an unknown kind, a parameter out of range, or terms where there must be none or the reverse.
+    """
+    if spec.kind not in (*_RULES, ELASTIC):
+        raise InputError(f"unknown migration rule {spec.kind!r}: known are {', '.join((*_RULES, ELASTIC))}")
+    if (spec.terms is None) == (spec.kind == ELASTIC):
+        raise InputError(f"{spec.kind}: {'needs its terms' if spec.terms is None else 'takes no terms'}")
+    return _RULES[spec.kind](spec.value) if spec.terms is None else Elastic(spec.value, spec.terms)
 
 
-def _whole(value: float) -> int:
+def _whole(kind: str, value: float) -> int:
     if not float(value).is_integer():
-        raise InputError(f"{GLOBAL_CUT}: remaining {value} must be a whole number of responses")
+        raise InputError(f"{kind}: {value} must be a whole number of responses")
     return int(value)
 
 
@@ -215,60 +158,3 @@ def _share(finished: IntArray, assigned: IntArray) -> FloatArray:
     # compared as a quotient, not with tau * assigned: 11 of 20 is exactly the float 0.55, while 0.55 * 20 is above 11
     share: FloatArray = finished / np.maximum(assigned, 1)
     return share
-
-
-class _Leaving(NamedTuple):
-    """A response that looks for another actor."""
-
-    context_tokens: int
-    response: int
-    source: int
-
-
-def _leaving(view: GenerationView, source: int) -> list[_Leaving]:
-    responses, context = view.unfinished(source)
-    return [_Leaving(*one, source) for one in zip(context.tolist(), responses.tolist(), strict=True)]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Room:
-    """What actors can still take in one decision; its columns change as responses are placed."""
-
-    slots: npt.NDArray[np.int64]
-    """int[actors]: open slots; 0 for actors that have ended or have no KV headroom."""
-    headroom: npt.NDArray[np.int64]
-    """int[actors]: tokens of KV."""
-
-    @classmethod
-    def of(cls, view: GenerationView) -> "_Room":
-        usable = view.alive & (view.kv_headroom_tokens > 0)
-        return cls(slots=np.where(usable, view.open_slots, 0), headroom=view.kv_headroom_tokens.copy())
-
-    def take(self, leaving: list[_Leaving], targets: IntArray) -> list[Migration]:
-        """Place all of `leaving` on `targets`, filling one after the other with the largest contexts that fit.
-
-        None if one finds no room. O(responses x log responses + targets).
-        """
-        left = sorted(leaving, key=lambda one: (one.context_tokens, -one.response))  # the next to go stands last
-        contexts = [one.context_tokens for one in left]
-        headrooms = self.headroom[targets]
-        if not left or contexts[-1] > headrooms.max(initial=0):
-            return []
-        if np.minimum(self.slots[targets], headrooms // contexts[0]).sum() < len(left):
-            return []
-        placed: list[Migration] = []
-        room: list[tuple[int, int, int]] = []
-        for target in targets[headrooms >= contexts[0]].tolist():
-            slots, headroom = int(self.slots[target]), int(self.headroom[target])
-            while slots and (fits := bisect_right(contexts, headroom)):
-                one = left.pop(fits - 1)
-                slots, headroom = slots - 1, headroom - contexts.pop(fits - 1)
-                placed.append(Migration(one.response, one.source, target))
-            room.append((target, slots, headroom))
-            if not left:
-                break
-        if left:
-            return []
-        for target, slots, headroom in room:
-            self.slots[target], self.headroom[target] = slots, headroom
-        return placed

@@ -1,7 +1,7 @@
 """Where functions run, and what their transfers cost: locality-aware placement (RLHFless §4.5).
 
-A position is room for one decode actor: tp free GPUs of one host. Positions are numbered by distance from the learner;
-actor i goes to position i, the longest work first.
+A position is room for one decode actor: tp free GPUs of one host. Positions are numbered by distance from the learner.
+Where all actors are of one size, actor i goes to position i, the longest work first.
 """
 
 from dataclasses import dataclass
@@ -37,6 +37,8 @@ class Positions:
     """int[positions, tp]: GPUs of each."""
     host: IntArray
     """int[positions]: their host."""
+    offset: IntArray
+    """int[positions]: how many usable GPUs come before it, nearest first; the same count for actors of every size."""
     left_over: int
     """Free GPUs that make no whole actor on their host."""
 
@@ -100,28 +102,39 @@ def positions(cluster: Cluster, free_gpus: IntArray, tp: int, learner: IntArray,
         held = f" beside the learner's {learner.size}" if exclusive else ""
         raise InfeasibleError(f"no host has {tp} GPUs free for a decode actor{held}; {gpus.size} are free in all")
     return Positions(
-        gpus=gpus[kept].reshape(-1, tp), host=host[kept][::tp].copy(), left_over=int(gpus.size - kept.sum())
+        gpus=gpus[kept].reshape(-1, tp),
+        host=host[kept][::tp].copy(),
+        offset=np.flatnonzero(kept)[::tp].copy(),
+        left_over=int(gpus.size - kept.sum()),
     )
 
 
 def routes(cluster: Cluster, at: Positions, learner: IntArray, weight_bytes: float) -> Routes:
-    """Arrival of the weights at every position (L_model of RLHFless §4.5), and the links that KV takes.
+    """`routes_to` every position, with replicas of the prefill actor of the same size."""
+    shared = bool(np.isin(at.gpus[0], learner).any())
+    return routes_to(cluster, at.host, shared, learner, weight_bytes, at.gpus.shape[1])
 
+
+def routes_to(
+    cluster: Cluster, host: IntArray, shared: bool, learner: IntArray, weight_bytes: float, prefill_tp: int
+) -> Routes:
+    """Arrival of the weights at actors (L_model of RLHFless §4.5), and the links that KV takes.
+
+    `host` int[actors], nearest first, those of one host side by side; `shared`: the first is on the learner's GPUs.
     A link serves one transfer after the other. A learner that spans H hosts first gathers its shards: each of them
     sends (H - 1) / H of the weights over its network. Then its hosts hold a copy, and the actors there are served by
     the host's local link, one by one. The other hosts form a chain over the network, in which each passes chunks on as
     they come; the copy arrives at the host's first actor and goes to its others by the local link.
     """
-    count = at.host.size
+    count = host.size
     owners = np.unique(cluster.host_of[learner])
-    near = np.isin(at.host, owners)
-    shared = bool(np.isin(at.gpus[0], learner).any())
-    first = np.flatnonzero(np.diff(at.host, prepend=-1))
+    near = np.isin(host, owners)
+    first = np.flatnonzero(np.diff(host, prepend=-1))
     sizes = np.diff(first, append=count)
-    hosts = [cluster.hosts[host] for host in at.host[first]]
-    copy_s = np.array([host.local.transfer_s(weight_bytes) for host in hosts])
-    per_byte = np.array([1.0 / host.network.bytes_per_s for host in hosts])
-    latency_s = np.array([host.network.latency_s for host in hosts])
+    hosts = [cluster.hosts[number] for number in host[first]]
+    copy_s = np.array([each.local.transfer_s(weight_bytes) for each in hosts])
+    per_byte = np.array([1.0 / each.network.bytes_per_s for each in hosts])
+    latency_s = np.array([each.network.latency_s for each in hosts])
     away = ~near[first]
     gathered_s = gather_s(cluster, owners, weight_bytes)
     hops_s = np.cumsum(np.where(away, BROADCAST_CHUNK_BYTES * per_byte + latency_s, 0.0))
@@ -130,14 +143,14 @@ def routes(cluster: Cluster, at: Positions, learner: IntArray, weight_bytes: flo
     # Where a copy is on the host without a transfer, the first actor too is served by the local link.
     rank = np.arange(count) - np.repeat(first, sizes) + near
     if shared:
-        rank[at.host == at.host[0]] -= 1
+        rank[host == host[0]] -= 1
     turn = np.cumsum(~near) - 1
-    sender = np.where(near, at.host, owners[turn % owners.size])
+    sender = np.where(near, host, owners[turn % owners.size])
     local, network = (_link_columns([getattr(cluster.hosts[h], kind) for h in sender]) for kind in ("local", "network"))
     return Routes(
         weights_s=np.repeat(arrival_s, sizes) + rank * np.repeat(copy_s, sizes),
         shared=shared,
-        prefill_s=gathered_s + max(_copies_s(cluster, learner, at.gpus.shape[1], weight_bytes)),
+        prefill_s=gathered_s + max(_copies_s(cluster, learner, prefill_tp, weight_bytes)),
         kv_link=2 * np.searchsorted(owners, sender) + near,
         kv_latency_s=np.where(near, local[0], network[0]),
         kv_byte_s=np.where(near, local[1], network[1]),
@@ -197,13 +210,13 @@ def hiding_slack_s(
     return np.where(sizes > 1, least, 0.0)
 
 
-def place(at: Positions, actors: int, learner: IntArray, algorithm: Algorithm, hosting: Hosting) -> Placement:
-    """GPUs of every function: decode actors on positions 0..actors - 1, in order.
+def place(decode: tuple[tuple[int, ...], ...], learner: IntArray, algorithm: Algorithm, hosting: Hosting) -> Placement:
+    """GPUs of every function: those of each decode actor are given.
 
     Preparation functions take turns on the learner's GPUs, which generation has left. Where everything is colocated,
     learner and preparation use all GPUs that are reserved: the actors', and as many more as the learner needs.
     """
-    decode = tuple(map(tuple, at.gpus[:actors].tolist()))
-    trainer = np.union1d(learner, at.gpus[:actors]) if hosting == "colocated" else learner
+    used = [gpu for actor in decode for gpu in actor]
+    trainer = np.union1d(learner, used) if hosting == "colocated" else learner
     gpus = tuple(trainer.tolist())
     return Placement(learner=gpus, decode=decode, preparation=tuple((name, gpus) for name in PREPARATION[algorithm]))

@@ -8,8 +8,16 @@ from typing import Literal
 from rlhfless.errors import InputError
 from rlhfless.types.plan import Hosting, Start
 
-Assignment = Literal["sorted-even", "shuffled-even", "least-in-flight"]
-"""A rule of `rlhfless.scheduler.assignment`."""
+Assignment = Literal[
+    "sorted-even", "dealt", "shuffled-even", "least-in-flight", "frontier",
+    "time-balanced", "skew-split", "tail-isolated", "longest-first",
+]  # fmt: skip
+"""A rule of `rlhfless.scheduler.assignment`; frontier: `rlhfless.scheduler.frontier`, which sizes groups and actors."""
+
+FRONTIER = "frontier"
+"""Policy that chooses groups, their number and the sizes of actors together."""
+Migration = Literal["cut-and-migrate", "global-cut", "elastic", "repack"]
+"""A rule of `rlhfless.scheduler.migration`."""
 
 ORACLE = "oracle:"
 """Prefix of a policy's name that marks one whose length estimator was given the true lengths."""
@@ -31,7 +39,7 @@ class Policy:
     """Whether a prefill actor computes shared prefixes once (RLHFless §4.2)."""
     scale: bool
     """Whether the number of actors is chosen each step (§4.4); otherwise it is static."""
-    migration: Literal["cut-and-migrate", "global-cut"] | None
+    migration: Migration | None
     """Mid-step rule."""
     hosting: Hosting
     """How GPUs are held."""
@@ -48,7 +56,7 @@ def _static(
     summary: str,
     assignment: Assignment = "shuffled-even",
     dedup: bool = False,
-    migration: Literal["cut-and-migrate", "global-cut"] | None = None,
+    migration: Migration | None = None,
     hosting: Hosting = "serverless",
 ) -> Policy:
     return Policy(
@@ -71,6 +79,20 @@ _PLACED = _static(
     dedup=True,
     migration="cut-and-migrate",
 )
+
+_PEERS: tuple[tuple[str, str, Assignment, Migration | None], ...] = (
+    ("rhymerl", "dp, with ranked prompts in groups of equal time (RhymeRL).", "time-balanced", None),
+    ("streamrl", "dp, with the longest fifth of the prompts on actors of their own (StreamRL).", "skew-split", None),
+    ("tailsieve", "dp, with the longest tenth apart, all in groups of equal time (TailSieve).", "tail-isolated", None),
+    (
+        "laminar",
+        "dp, with what is left repacked onto few actors (Laminar, whose training is not).",
+        "shuffled-even",
+        "repack",
+    ),
+    ("lpt", "dp, each prompt, longest first, going to the actor with the fewest tokens.", "longest-first", None),
+)
+"""(name, summary, assignment, mid-step rule) of what `rlhfless.scheduler.peers` describes."""
 
 POLICIES: Mapping[str, Policy] = MappingProxyType(
     {
@@ -103,6 +125,26 @@ POLICIES: Mapping[str, Policy] = MappingProxyType(
                 name="rlhfless",
                 summary="dp+pa, with the number of actors chosen each step by time and cost (RLHFless §4.4).",
                 scale=True,
+            ),
+            replace(
+                _PLACED,
+                name="elastic",
+                summary="Starts wide with an even mix of lengths, and releases actors as responses finish.",
+                assignment="dealt",
+                scale=True,
+                migration="elastic",
+            ),
+            replace(
+                _PLACED,
+                name=FRONTIER,
+                summary="Groups of any size on actors of any size, chosen together on the time-cost frontier.",
+                assignment="frontier",
+                migration="elastic",
+                scale=True,
+            ),
+            *(
+                replace(_PLACED, name=name, summary=summary, assignment=assignment, migration=migration)
+                for name, summary, assignment, migration in _PEERS
             ),
         )
     }

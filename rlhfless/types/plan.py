@@ -11,7 +11,7 @@ from rlhfless.types.arrays import BoolArray, FloatArray, IntArray
 from rlhfless.types.codec import from_json, to_json
 from rlhfless.types.workload import Algorithm
 
-SCHEMA = 1
+SCHEMA = 2
 
 Hosting = Literal["serverless", "colocated", "split"]
 """serverless: each function holds GPUs only while it lives. colocated: all functions share GPUs that are reserved for
@@ -49,6 +49,8 @@ class DecodeActor:
     prefill actor has delivered nor its own prefix cache holds from those before."""
     slots: int
     """Responses that it runs at once."""
+    tp: int
+    """GPUs that it runs on: its tensor-parallel size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,13 +66,41 @@ class Placement:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Speed:
+    """How quickly decode actors of one size work, as far as a mid-step rule must know."""
+
+    gpus: int
+    """GPUs of such an actor."""
+    batch: IntArray
+    """int[points]: responses that run, ascending from 1 to the most that slots and KV let run at once."""
+    iteration_s: FloatArray
+    """float[points]: seconds of one decode iteration at the step's mean context; beyond the last, responses take
+    turns."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ElasticTerms:
+    """What the rule `elastic` weighs."""
+
+    speeds: tuple[Speed, ...]
+    """One for each size of decode actor."""
+    speed_of: IntArray
+    """int[actors]: row of `speeds` for each actor of the plan."""
+    move_s_per_token: float
+    """Seconds for a token of context when a response changes actor: its KV is sent or computed again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MigrationSpec:
     """The mid-step rule by name; `rlhfless.scheduler.migration.rule` makes it decide."""
 
     kind: str
-    """cut-and-migrate or global-cut."""
+    """cut-and-migrate, global-cut, repack or elastic."""
     value: float
-    """Its parameter: tau, or the remaining responses at which the cut falls."""
+    """Its parameter: tau; the remaining responses at which the cut falls; responses that an actor is filled up to; the
+    GPU-seconds that a second is worth."""
+    terms: ElasticTerms | None = None
+    """What elastic weighs; None for the others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +133,24 @@ class CandidateTable:
     """float[candidates]: least slack of the hiding condition (§4.5) over actors 2..N; 0 for a single actor."""
     eligible: BoolArray
     """bool[candidates]: whether transfers are hidden, slack at least 0."""
+    chosen: int
+    """Row of the choice."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrontierTable:
+    """Plans none of which is both faster and cheaper than another, and why one was chosen."""
+
+    time_s: FloatArray
+    """float[points]: generation time, ascending."""
+    cost_gpu_s: FloatArray
+    """float[points]: GPU-seconds that generation holds, falling."""
+    gpus: IntArray
+    """int[points]: GPUs of the decode actors."""
+    actors: IntArray
+    """int[points]: decode actors."""
+    goal: str
+    """What was asked for: knee, weight, deadline_s or budget_gpu_s, with its value."""
     chosen: int
     """Row of the choice."""
 
@@ -143,8 +191,8 @@ class Plan:
     """Prompts in the step."""
     responses_per_prompt: int
     """n."""
-    tp: int
-    """GPUs of one decode actor."""
+    prefill_tp: int
+    """GPUs of one replica of the prefill actor."""
     cluster_gpus: int
     """GPUs of the cluster that it was made for."""
     hosting: Hosting
@@ -166,7 +214,9 @@ class Plan:
     estimate: PlanEstimate
     """What the planner expects."""
     candidates: CandidateTable | None
-    """How N was chosen; None where the policy fixes it."""
+    """How N was chosen; None where the policy fixes it, or chooses more than N."""
+    frontier: FrontierTable | None
+    """How groups, their number and the size of each actor were chosen together; None where they are not."""
     notes: tuple[str, ...]
     """What the reader of a result must know: transfers that are not hidden, GPUs that are left unused."""
 
@@ -174,6 +224,11 @@ class Plan:
     def responses(self) -> int:
         """Responses of the step."""
         return self.prompts * self.responses_per_prompt
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Tensor-parallel sizes of its decode actors, each once, ascending."""
+        return tuple(sorted({actor.tp for actor in self.actors}))
 
     def check(self) -> None:
         """Raise PlanError, naming the law that is broken, unless the plan can be carried out as it stands."""
@@ -197,13 +252,17 @@ class Plan:
         require(all(actor.responses.size for actor in self.actors), "an actor without responses")
         placement = self.placement
         require(len(placement.decode) == len(self.actors), "placement and actors differ in number")
-        require(all(len(gpus) == self.tp for gpus in placement.decode), f"an actor without exactly {self.tp} GPUs")
+        for actor, held in zip(self.actors, placement.decode, strict=True):
+            require(actor.tp >= 1 and len(held) == actor.tp, f"an actor of {actor.tp} GPUs is placed on {len(held)}")
+        require(self.prefill_tp >= 1, "a prefill actor without GPUs")
         for name, gpus in (("decode actors", _flat(placement.decode)), ("learner", list(placement.learner))):
             require(len(set(gpus)) == len(gpus), f"{name}: a GPU is given twice")
         used = _flat([*placement.decode, placement.learner, *(gpus for _, gpus in placement.preparation)])
         require(min(used) >= 0 and max(used) < self.cluster_gpus, f"a GPU outside 0..{self.cluster_gpus - 1}")
         require(placement.learner, "a learner without GPUs")
         require(all(gpus for _, gpus in placement.preparation), "a preparation function without GPUs")
+        terms = self.migration.terms if self.migration is not None else None
+        require(terms is None or terms.speed_of.shape == (len(self.actors),), "speed_of does not name every actor")
         prefill = self.prefill
         if prefill is not None:
             require(prefill.prefix_of.shape == (self.prompts,), "prefix_of does not cover the prompts")

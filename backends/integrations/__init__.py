@@ -1,0 +1,1 @@
+"""Engines and plans for trainers that are not ours."""

@@ -1,0 +1,215 @@
+"""The time-cost frontier of a step, and which of its plans is wanted.
+
+Each plan is the cheapest that ends by some time limit (`rlhfless.scheduler.cheapest`). All of them are found by going
+down the limits; for one goal, limits are tried together and then refined next to the best.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from rlhfless.errors import InfeasibleError, InputError
+from rlhfless.scheduler.cheapest import Path, Problem, cheapest, least_cost_gpu_s, least_end_s
+from rlhfless.types.arrays import FloatArray, floats, ints
+from rlhfless.types.plan import FrontierTable
+
+LIMITS = 12
+"""Time limits that are solved together (chosen: one sweep of a step of 512 prompts takes some 10 ms)."""
+SWEEPS = 2
+"""Sweeps over limits after the first, each next to the best so far (chosen: 12 x 6 x 6 limits in effect)."""
+MOST_SWEEPS = 6
+"""The same for a budget, which is to be used up: until neighbours are FASTEST apart."""
+BEHIND = 100.0
+"""Weight of falling behind the floor, in time or cost, against all else (chosen: it decides first)."""
+AHEAD = np.array([0.93, 0.90])
+"""Shares of the floor's time and of its cost that the knee must keep (chosen: the best of many estimates is optimistic,
+by 3 to 7 % in simulation)."""
+BEYOND = np.geomspace(1.0, 1.4, 8)
+"""Limits, in terms of the time wanted, that are solved for a plan of that time: a plan may end before its limit."""
+FASTEST = 1e-3
+"""Share by which the fastest point may miss the least time (chosen)."""
+ROUNDING = 1e-9
+"""Relative difference of seconds that is rounding."""
+
+GoalKind = Literal["knee", "weight", "deadline_s", "budget_gpu_s"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Goal:
+    """Which point of the frontier is wanted.
+
+    knee: the least product of time and cost, where one percent of time costs one percent of money, among the plans that
+    are neither slower nor dearer than the paper's equal groups would be (RLHFless §4.4), where there are any. weight:
+    the least time ** value * cost ** (1 - value), whatever the paper does; 0.5 is the product. Such a trade depends on
+    no range of candidates, as min-max norms do, and on no unit. deadline_s: the cheapest plan that ends in time.
+    budget_gpu_s: the fastest plan that holds no more GPU-seconds.
+    """
+
+    kind: GoalKind = "knee"
+    """What is asked for."""
+    value: float = 0.5
+    """Weight of time in 0..1, of the knee too, seconds, or GPU-seconds."""
+
+    def __post_init__(self) -> None:
+        if self.kind in ("knee", "weight"):
+            if not 0.0 <= self.value <= 1.0:
+                raise InputError(f"weight {self.value}: the weight of time against cost must lie in 0..1")
+        elif not (0.0 < self.value < float("inf")):
+            raise InputError(f"{self.kind} {self.value}: it must be above 0 and finite")
+
+    def __str__(self) -> str:
+        return "knee" if self.kind == "knee" else f"{self.kind} {self.value:g}"
+
+
+def scores(goal: Goal, paths: Sequence[Path], floor: Path | None = None) -> FloatArray:
+    """float[paths]: how far each is from what is wanted, the least the nearest; infinite where it is not allowed.
+
+    `floor`: a plan that the knee must not fall behind in time or cost.
+    """
+    time_s, cost = np.array([path.time_s for path in paths]), np.array([path.cost_gpu_s for path in paths])
+    if goal.kind == "deadline_s":
+        return np.where(time_s <= goal.value * (1 + ROUNDING), cost, np.inf)
+    if goal.kind == "budget_gpu_s":
+        return np.where(cost <= goal.value * (1 + ROUNDING), time_s, np.inf)
+    weight = goal.value
+    score: FloatArray = weight * np.log(time_s) + (1.0 - weight) * np.log(cost)
+    if goal.kind == "knee" and floor is not None:
+        early_s = np.array([path.early_s for path in paths])
+        behind = np.maximum(np.log(time_s / (floor.time_s * AHEAD[0])), np.log(cost / (floor.cost_gpu_s * AHEAD[1])))
+        behind = np.maximum(behind, np.log(early_s / (floor.early_s * AHEAD[0])))
+        score += BEHIND * np.maximum(behind, 0.0)
+    return score
+
+
+def undominated(paths: list[Path]) -> list[Path]:
+    """Those that no other one beats in time and cost, by rising time."""
+    kept: list[Path] = []
+    for path in sorted(paths, key=lambda each: (each.time_s, each.cost_gpu_s, each.gpus)):
+        if not kept or path.cost_gpu_s < kept[-1].cost_gpu_s * (1 - ROUNDING):
+            kept.append(path)
+    return kept
+
+
+def frontier(problem: Problem, least_step: float = 0.0) -> list[Path]:
+    """Every undominated plan of the problem, by rising time.
+
+    From the cheapest of all on, each next one is the cheapest that is faster by a share of more than `least_step`: all
+    points for 0. Raises InfeasibleError where there is no plan at all.
+    """
+    found: list[Path] = []
+    limit = np.inf
+    while True:
+        path = cheapest(problem, np.array([limit]))[0]
+        if path is None:
+            break
+        found.append(path)
+        limit = path.ends_s * (1 - max(least_step, ROUNDING))
+    if not found:
+        raise InfeasibleError("no free GPUs take the step's prompts")
+    return undominated(found)
+
+
+def choose(problem: Problem, goal: Goal, floor: Path | None = None) -> tuple[Path, FrontierTable]:
+    """The plan that the goal asks for, and the points of the frontier that were looked at.
+
+    The cheapest of all is among them, and others at limits in even ratios down to the least that may be possible;
+    between neighbours of the best, limits are refined. Raises InfeasibleError, naming the nearest feasible one, for a
+    deadline or budget that no plan keeps.
+    """
+    known = _Known(problem)
+    known.solve(np.array([np.inf]))
+    if not known.points:
+        raise InfeasibleError("no free GPUs take the step's prompts")
+    low = known.missed_s
+    wanted = goal.value if goal.kind == "deadline_s" else floor.time_s if goal.kind == "knee" and floor else None
+    if wanted is None:
+        known.solve(np.geomspace(low, known.points[0].ends_s, LIMITS + 1)[:-1])
+    else:
+        faster = np.geomspace(low, max(wanted, low), LIMITS - BEYOND.size + 1)[:-1]
+        known.solve(np.concatenate([wanted * BEYOND, faster]))
+    for _ in range(MOST_SWEEPS if goal.kind == "budget_gpu_s" else SWEEPS):
+        limits = known.around(int(scores(goal, known.points, floor).argmin()))
+        if limits.size == 0:
+            break
+        known.solve(limits)
+    points = known.points
+    score = scores(goal, points, floor)
+    chosen = int(score.argmin())
+    if not np.isfinite(score[chosen]):
+        if goal.kind == "deadline_s":
+            best = _fastest(problem, points[0])
+            raise InfeasibleError(
+                f"deadline_s {goal.value:g}: no plan of generation ends by then; the fastest takes "
+                f"{best.time_s:.4g} s and holds {best.cost_gpu_s:.4g} GPU-seconds"
+            )
+        raise InfeasibleError(
+            f"budget_gpu_s {goal.value:g}: no plan of generation holds so little; the cheapest holds "
+            f"{points[-1].cost_gpu_s:.4g} GPU-seconds and takes {points[-1].time_s:.4g} s"
+        )
+    return points[chosen], table_of(points, goal, chosen)
+
+
+def table_of(points: Sequence[Path], goal: Goal, chosen: int) -> FrontierTable:
+    """The table of undominated plans, by rising time."""
+    return FrontierTable(
+        time_s=floats([p.time_s for p in points]),
+        cost_gpu_s=floats([p.cost_gpu_s for p in points]),
+        gpus=ints([p.gpus for p in points]),
+        actors=ints([len(p.groups) for p in points]),
+        goal=str(goal),
+        chosen=chosen,
+    )
+
+
+def hopeless(problem: Problem, goal: Goal, path: Path, floor: Path | None) -> bool:
+    """Whether no plan of a problem can come nearer to the goal than one of another problem.
+
+    It could not even if one plan had the least time and the least cost that are possible, each by itself.
+    """
+    least_s, cost = least_end_s(problem), least_cost_gpu_s(problem)
+    ideal = Path(time_s=least_s, early_s=least_s, ends_s=least_s, cost_gpu_s=cost, gpus=0, groups=())
+    score, best = scores(goal, [ideal, path], floor)
+    return bool(score >= best)
+
+
+class _Known:
+    """What has been found of a problem's frontier."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.points: list[Path] = []  # undominated, by rising time
+        self.missed_s = least_end_s(problem)  # a limit that no plan keeps, or that might be the first that one does
+        self._until_s: dict[Path, float] = {}  # the largest limit to which each point was the answer
+
+    def solve(self, limits: FloatArray) -> None:
+        """Add what these limits show."""
+        found = []
+        for limit, path in zip(limits.tolist(), cheapest(self.problem, limits), strict=True):
+            if path is None:
+                self.missed_s = max(self.missed_s, limit)
+            else:
+                self._until_s[path] = max(limit, self._until_s.get(path, 0.0))
+                found.append(path)
+        self.points = undominated([*self.points, *found])
+
+    def around(self, point: int) -> FloatArray:
+        """Limits between which and the point's own others may lie; none where neighbours are FASTEST apart."""
+        sides = []
+        for row in (point, point + 1):
+            if row < len(self.points):
+                before_s = self._until_s[self.points[row - 1]] if row else self.missed_s
+                sides.append((before_s, self.points[row].ends_s))
+        open_ = [(low, high) for low, high in sides if high > low * (1 + FASTEST)]
+        each = LIMITS // max(len(open_), 1)
+        return np.concatenate([np.empty(0), *(np.geomspace(*side, each + 2)[1:-1] for side in open_)])
+
+
+def _fastest(problem: Problem, known: Path) -> Path:
+    """The plan with the least time limit, up to FASTEST: limits are refined below the least one known."""
+    found = _Known(problem)
+    found.points = [known]
+    while found.points[0].ends_s > found.missed_s * (1 + FASTEST):
+        found.solve(np.geomspace(found.missed_s, found.points[0].ends_s, LIMITS + 2)[1:-1])
+    return found.points[0]
