@@ -133,11 +133,15 @@ def test_global_cut_keeps_the_fewest_that_hold_everything(actors):
     assert {move.source for move in moves} == set(ranked[fewest:])
 
 
-@given(ACTORS, TAU)
-def test_a_single_ripe_actor_is_cut_exactly_where_the_stated_filling_holds_it(actors, tau):
+@given(ACTORS, st.floats(0, 0.99))
+def test_a_single_ripe_actor_is_cut_exactly_where_the_stated_filling_holds_it(actors, below):
     view = view_of(actors)
     share = view.finished / np.maximum(view.assigned, 1)
     alive = np.flatnonzero(view.alive).tolist()
+    assume(alive)
+    second, best = sorted([0.0, *share[alive].tolist()])[-2:]
+    assume(best > second)
+    tau = best - below * (best - second)
     ripe = [actor for actor in alive if share[actor] >= tau]
     assume(len(ripe) == 1)
     left = sorted(view.unfinished(ripe[0])[1].tolist(), reverse=True)
