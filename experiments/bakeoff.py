@@ -11,6 +11,7 @@ from experiments import options, plots
 from experiments.bench import PolicyRun, Setting, Steps, beside, best_static, bounds, simulate, static_ladder
 from experiments.output import Cell, csv_text, json_text, out_folder, print_table, progress, write_atomic
 from rlhfless.commands import run
+from rlhfless.errors import InputError
 from rlhfless.scheduler import migration, scaling
 from rlhfless.scheduler.peers import PEERS
 from rlhfless.scheduler.policies import ORACLE, policy
@@ -170,8 +171,10 @@ def _style(number: int, entry: Entry) -> dict[str, Any]:
 
 
 def recorded(source: str, samples: int, cap: int | None, prompts_per_step: int | None, seed: int) -> Trace:
-    """The trace in a file, or a synthetic one of a preset's name."""
+    """The trace in a file, or a synthetic one of a preset's name. Raises InputError where it is neither."""
     if source not in preset_names():
+        if not Path(source).suffix:
+            raise InputError(f"--trace {source!r}: no trace file, nor one of the presets {', '.join(preset_names())}")
         found = Trace.read(Path(source))
         return batch(found, prompts_per_step, seed).trace if prompts_per_step is not None else found
     size = PROMPTS_PER_STEP if prompts_per_step is None else prompts_per_step
