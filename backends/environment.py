@@ -4,6 +4,7 @@ import importlib
 import importlib.util
 import os
 import sys
+from pathlib import Path
 from typing import Literal
 
 from rlhfless.errors import InputError
@@ -57,6 +58,9 @@ def prepare(device: Device) -> None:
     if device == "cpu":
         for package in BROKEN_ON_CPU:
             _stub_if_broken(package)
+        broken = [package for package in BROKEN_ON_CPU if sys.modules.get(package, ...) is None]
+        if broken:
+            _hide_from_children(broken)
 
 
 def require(package: str) -> None:
@@ -70,6 +74,14 @@ def require(package: str) -> None:
         names = " or ".join(f"'rlhfless[{extra}]'" for extra in extras) or package
         hint = " (gpu on hosts with NVIDIA GPUs)" if "gpu" in extras else ""
         raise InputError(f"the Python package {package} is not installed: pip install {names}{hint}")
+
+
+def _hide_from_children(packages: list[str]) -> None:
+    """Have new interpreters that this process starts, such as the ranks of an engine, do without `packages` too."""
+    os.environ["RLHFLESS_BROKEN_PACKAGES"] = ",".join(packages)
+    folder, path = str(Path(__file__).parent / "children"), os.environ.get("PYTHONPATH", "")
+    if folder not in path.split(os.pathsep):
+        os.environ["PYTHONPATH"] = f"{folder}{os.pathsep}{path}" if path else folder
 
 
 def _stub_if_broken(package: str) -> None:
