@@ -223,6 +223,8 @@ def test_what_a_reward_returns_is_checked_on_every_call() -> None:
 
 
 REWARD_MODEL = """
+from backends.environment import prepare
+prepare("cpu")
 import sys, pathlib
 from backends.tiny import make_tiny
 import torch
@@ -238,6 +240,8 @@ AutoTokenizer.from_pretrained(model).save_pretrained(folder / "judge")
 """
 
 SCORES = """
+from backends.environment import prepare
+prepare("cpu")
 import json, pathlib, sys
 from backends.rewards import RewardModel, find
 import torch
