@@ -13,7 +13,7 @@ from rlhfless.scheduler.frontier import Goal
 from rlhfless.scheduler.lengths import DEFAULT_WINDOW, LengthEstimator
 from rlhfless.scheduler.placement import positions
 from rlhfless.scheduler.planner import Planner
-from rlhfless.scheduler.policies import policy
+from rlhfless.scheduler.policies import Policy, policy
 from rlhfless.types.arrays import FloatArray, floats, ints
 from rlhfless.types.cluster import Cluster
 from rlhfless.types.outcome import Outcome
@@ -111,21 +111,24 @@ class OracleEstimator:
 
 
 def simulate(
-    name: str,
+    name: str | Policy,
     steps: Steps,
     setting: Setting,
     *,
     actors: int | None = None,
+    min_actors: int = 1,
+    made_by: type[Planner] = Planner,
     tick: Callable[[int], None] = lambda _: None,
 ) -> PolicyRun:
-    """Carry out all steps under the policy `name`; `actors` is the static N of policies that do not scale.
+    """Carry out all steps under a policy, by name or made for the purpose.
 
-    `tick` is told of each step that is done. Raises what the planner and the executor raise.
+    `actors` is the static N of policies that do not scale, `min_actors` the least that others may choose, `made_by` the
+    kind of planner. `tick` is told of each step that is done. Raises what the planner and the executor raise.
     """
     outcomes = {workload.step: outcome for workload, outcome in steps}
-    chosen = policy(name)
+    chosen = policy(name) if isinstance(name, str) else name
     known = OracleEstimator if chosen.oracle else setting.estimator
-    planner = Planner(
+    planner = made_by(
         chosen,
         setting.planner_profile or setting.profile,
         setting.cluster,
@@ -133,6 +136,7 @@ def simulate(
         weight=setting.weight,
         tau=setting.tau,
         window=setting.window,
+        min_actors=min_actors,
         learner_gpus=setting.learner_gpus,
         estimator=known(outcomes) if known is not None else None,
         seed=setting.seed,

@@ -22,7 +22,6 @@ from rlhfless.commands import run
 from rlhfless.rng import stream
 from rlhfless.scheduler.dedup import PrefixOrder
 from rlhfless.scheduler.planner import Planner
-from rlhfless.scheduler.policies import policy
 from rlhfless.types.arrays import ints
 from rlhfless.types.report import Invocation, StepReport
 from rlhfless.types.workload import Workload
@@ -131,7 +130,7 @@ def timings(steps: Steps, setting: Setting) -> Measures:
             super().__init__(*given, **named)
             made.append(self)
 
-    study.carry_out(policy(OURS), steps, setting, planner=Kept)
+    simulate(OURS, steps, setting, made_by=Kept)
     (planner,) = made
     return {part: 1e3 * seconds / planner.planned for part, seconds in planner.seconds.items()}
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from experiments import charts, figure, plots, study
-from experiments.bench import OracleEstimator, bounds
+from experiments.bench import OracleEstimator, bounds, simulate
 from experiments.figure import Claim, Figure, Result
 from experiments.study import CAP, GRPO, PPO, STATIC, Asked, Lengths, Means, Measures
 from rlhfless.accounting.metrics import Series
@@ -56,8 +56,8 @@ def sort_job(asked: Asked, item: tuple[Lengths, int], seed: int) -> dict[str, Me
     lengths, actors = item
     steps, setting = asked.steps(lengths, seed), asked.setting(seed)
     bound = bounds(steps, setting.profile)
-    base = study.carry_out(SHUFFLED, steps, setting, actors=actors)
-    best = study.carry_out(SORTED, steps, setting, actors=actors, estimator=OracleEstimator)
+    base = simulate(SHUFFLED, steps, setting, actors=actors)
+    best = simulate(SORTED, steps, replace(setting, estimator=OracleEstimator), actors=actors)
     return {name: study.measures(each, bound, base) for name, each in (("shuffled", base), (SORTED.name, best))}
 
 

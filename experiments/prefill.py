@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from experiments import charts, figure, plots, study
-from experiments.bench import Steps, bounds
+from experiments.bench import Steps, bounds, simulate
 from experiments.figure import Claim, Figure, Result
 from experiments.study import GRPO, STATIC, Asked, Lengths, Means, Measures
 from rlhfless.commands import run
@@ -65,7 +65,7 @@ def job(asked: Asked, item: tuple[Lengths, int, bool], seed: int) -> dict[str, M
     steps, setting = longer(asked.steps(lengths, seed), header, common), asked.setting(seed)
     bound = bounds(steps, setting.profile)
     mean_prompt = float(np.mean([workload.prompt_tokens.mean() for workload, _ in steps]))
-    runs = {kind.name: study.carry_out(kind, steps, setting, actors=STATIC) for kind in KINDS}
+    runs = {kind.name: simulate(kind, steps, setting, actors=STATIC) for kind in KINDS}
     found: dict[str, Measures] = {}
     for name, each in runs.items():
         counts = [report.counters for report in each.reports]

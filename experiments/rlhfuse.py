@@ -27,7 +27,7 @@ def job(asked: Asked, lengths: Lengths, seed: int) -> dict[str, Measures]:
     """Both on the same lengths; seconds that each actor works, the busiest first."""
     steps, setting = asked.steps(lengths, seed), asked.setting(seed)
     bound = bounds(steps, setting.profile)
-    reserved = study.carry_out(HELD, steps, setting, actors=STATIC)
+    reserved = simulate(HELD, steps, setting, actors=STATIC)
     fair = beside(setting, OURS, reserved)
     runs = {RESERVED: reserved} | {
         name: simulate(name, steps, fair, actors=STATIC) for name in (RELEASED, "raw", OURS, f"oracle:{OURS}")

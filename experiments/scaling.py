@@ -10,7 +10,6 @@ from experiments.figure import Claim, Figure, Result
 from experiments.study import GRPO, PPO, STATIC, Asked, Lengths, Means, Measures
 from rlhfless.accounting.metrics import Series
 from rlhfless.commands import run
-from rlhfless.scheduler.policies import policy
 from rlhfless.types.arrays import floats
 
 OURS = "rlhfless"
@@ -30,7 +29,7 @@ def counts(asked: Asked) -> range:
 
 def chosen(asked: Asked, lengths: Lengths, seed: int, least: int = 1) -> PolicyRun:
     """RLHFless with at least so many actors."""
-    return study.carry_out(policy(OURS), asked.steps(lengths, seed), asked.setting(seed), least=least)
+    return simulate(OURS, asked.steps(lengths, seed), asked.setting(seed), min_actors=least)
 
 
 def label(least: int) -> str:

@@ -17,15 +17,10 @@ from typing import Any, TypeVar
 from experiments import options
 from experiments.bench import PolicyRun, Setting, Steps
 from experiments.output import progress
-from rlhfless.accounting.metrics import Series, summarize
-from rlhfless.driver import run as drive
-from rlhfless.scheduler.planner import Planner
-from rlhfless.scheduler.policies import Policy
+from rlhfless.accounting.metrics import Series
 from rlhfless.types.arrays import FloatArray, floats
 from rlhfless.types.report import IDLE
 from rlhfless.types.workload import Algorithm
-from sim.executor import SimExecutor
-from sim.world import World
 from traces.format import Trace
 from traces.load import batch
 from traces.load import steps as steps_of
@@ -154,31 +149,6 @@ def _steps(path: Path | None, lengths: Lengths, prompts: int, epochs: int, seed:
 
 
 # ---- runs
-
-
-def carry_out(
-    chosen: Policy,
-    steps: Steps,
-    setting: Setting,
-    *,
-    actors: int | None = None,
-    least: int = 1,
-    most: int | None = None,
-    planner: type[Planner] = Planner,
-    estimator: Any = None,
-) -> PolicyRun:
-    """`bench.simulate` for a policy that has no name, a range of N, or another kind of planner."""
-    outcomes = {workload.step: outcome for workload, outcome in steps}
-    planning = planner(
-        chosen, setting.profile, setting.cluster, actors=None if chosen.scale else actors, weight=setting.weight,
-        tau=setting.tau, window=setting.window, min_actors=least, max_actors=most, learner_gpus=setting.learner_gpus,
-        estimator=None if estimator is None else estimator(outcomes), seed=setting.seed, start=setting.start,
-    )  # fmt: skip
-    world = World(profile=setting.profile, outcome_of=lambda workload: outcomes[workload.step], seed=setting.seed)
-    executor = SimExecutor(cluster=setting.cluster, world=world)
-    records = tuple(drive(planning, executor, [workload for workload, _ in steps]))
-    executor.close()
-    return PolicyRun(records=records, summary=summarize([each.report for each in records], setting.usd_per_gpu_hour))
 
 
 def measures(run: PolicyRun, bound: tuple[float, float], baseline: PolicyRun | None = None) -> Measures:

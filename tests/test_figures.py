@@ -161,7 +161,7 @@ def test_every_policy_meets_the_same_lengths() -> None:
     assert len(runs) == len(ablation.POLICIES) + len(waste.HOSTINGS)
     for each in runs:
         same_lengths(each.reports, TINY, GRPO)
-    same_lengths(study.carry_out(prefill.NO_REUSE, TINY.steps(PPO, 0), TINY.setting(0), actors=3).reports, TINY, PPO)
+    same_lengths(simulate(prefill.NO_REUSE, TINY.steps(PPO, 0), TINY.setting(0), actors=3).reports, TINY, PPO)
 
 
 @pytest.mark.parametrize("n", [1, 3, 4])
@@ -222,8 +222,8 @@ def test_phases_of_a_step_add_up() -> None:
 
 def test_parts_of_planning_are_timed_without_changing_the_plan() -> None:
     steps, setting = breakdown.with_ids(TINY.steps(GRPO, 0), 0), TINY.setting(0)
-    timed = study.carry_out(breakdown.policy("rlhfless"), steps, setting, planner=breakdown.TimedPlanner)
-    plain = study.carry_out(breakdown.policy("rlhfless"), steps, setting)
+    timed = simulate("rlhfless", steps, setting, made_by=breakdown.TimedPlanner)
+    plain = simulate("rlhfless", steps, setting)
     assert [each.plan.to_json() for each in timed.records] == [each.plan.to_json() for each in plain.records]
     parts = breakdown.timings(steps, setting)
     assert set(breakdown.TIMED.values()) <= parts.keys()
