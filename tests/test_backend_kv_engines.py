@@ -4,8 +4,6 @@ import importlib.util
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -30,6 +28,7 @@ from tests.kv_engines import (
     ids,
     tokens,
 )
+from tests.ray_steps import make_model
 
 pytestmark = [
     pytest.mark.slow,
@@ -52,11 +51,7 @@ def server() -> Iterator[RedisServer]:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny")
-    code = "import sys, pathlib; from backends.tiny import make_tiny; make_tiny(pathlib.Path(sys.argv[1]), seed=1)"
-    # in a child: transformers and torch stay out of this process
-    subprocess.run([sys.executable, "-c", code, str(folder)], check=True, capture_output=True)
-    return folder
+    return make_model(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="module")

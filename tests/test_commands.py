@@ -10,27 +10,14 @@ from pathlib import Path
 import pytest
 
 from experiments import replay, scale
-from rlhfless.commands import run
 from rlhfless.scheduler.peers import PEERS
 from rlhfless.scheduler.policies import POLICIES
+from tests.commands import call
 from traces.importers.gsm8k import recorded
 from traces.importers.tokenizers import load as tokenizer
 from traces.synthesize import synthesize
 
 SMALL = ["--prompts", "24", "--epochs", "2", "--caps", "256"]
-
-
-def call(module: object, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of a command in this process."""
-    app = module.app  # type: ignore[attr-defined]
-
-    def application(**kwargs: object) -> object:
-        return app(arguments, **kwargs)
-
-    with pytest.raises(SystemExit) as end:
-        run(application)
-    out, err = capsys.readouterr()
-    return int(str(end.value.code)), out, err
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ from sim.profiles import load, roofline
 from sim.profiles.calibrate import Observation, drive_s
 from sim.profiles.registry import model_shape
 from sim.world import World
-from tests.test_commands import call
+from tests.commands import call
 from traces.importers import verl
 from traces.load import steps
 from traces.synthesize import synthesize

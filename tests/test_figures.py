@@ -21,10 +21,10 @@ from experiments.bench import bounds, simulate
 from experiments.figure import Figure, produce
 from experiments.study import GRPO, PPO, SMALL, Asked, Lengths
 from rlhfless.accounting.metrics import Series
-from rlhfless.commands import run
 from rlhfless.types.arrays import floats, ints
 from rlhfless.types.report import StepReport
 from rlhfless.types.workload import Workload
+from tests.commands import call
 from traces.synthesize import synthesize
 
 TINY = Asked(seeds=2, epochs=2, batch=16)
@@ -53,14 +53,6 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
         return made[name]
 
     return folder
-
-
-def call(app: Any, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of a command in this process."""
-    with pytest.raises(SystemExit) as end:
-        run(lambda **kwargs: app(arguments, **kwargs))
-    out, err = capsys.readouterr()
-    return int(str(end.value.code)), out, err
 
 
 def rows_of(path: Path) -> list[dict[str, str]]:

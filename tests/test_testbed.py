@@ -18,7 +18,6 @@ import pytest
 from experiments import compare, replay, testbed, validate
 from experiments.config import Config, load
 from experiments.real import arithmetic
-from rlhfless.commands import run
 from rlhfless.errors import InputError
 from rlhfless.types.cluster import Cluster
 from rlhfless.types.outcome import Outcome
@@ -27,6 +26,7 @@ from rlhfless.types.profile import Profile
 from rlhfless.types.report import StepReport
 from sim.executor import SimExecutor
 from sim.world import World
+from tests.commands import call, edited
 from traces.format import Trace
 from traces.importers.tokenizers import Words
 from traces.load import steps as steps_of
@@ -38,30 +38,6 @@ COMMAND_S = 420.0
 """Longest wait for a command that starts engines (chosen: some ten times what it takes; machines are shared)."""
 
 Edit = Callable[[str], str]
-
-
-def edited(tmp_path: Path, **values: str) -> Path:
-    """The CPU example with other values, by key; the first key of that name in the file counts."""
-    text = CPU.read_text()
-    for key, value in values.items():
-        text, count = re.subn(rf"^{key} = .*$", f"{key} = {value}", text, count=1, flags=re.MULTILINE)
-        assert count == 1, key
-    path = tmp_path / "config.toml"
-    path.write_text(text)
-    return path
-
-
-def call(module: object, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of a command in this process."""
-    app = module.app  # type: ignore[attr-defined]
-
-    def application(**kwargs: object) -> object:
-        return app(arguments, **kwargs)
-
-    with pytest.raises(SystemExit) as end:
-        run(application)
-    out, err = capsys.readouterr()
-    return int(str(end.value.code)), out, err
 
 
 # ---- configuration
@@ -151,7 +127,7 @@ def test_testbed_option_errors(
 
 
 def test_model_folder_that_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = edited(tmp_path, path='"models/none"')
+    path = edited(CPU, tmp_path, path='"models/none"')
     code, _, err = call(testbed, ["--config", str(path), "--out", str(tmp_path / "out")], capsys)
     assert code == 2
     assert err == "error: model.path: models/none is not a folder with a Hugging Face model (no config.json)\n"
@@ -285,7 +261,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
     """Two steps of four prompts, the second the first one's prompts again, with a profile measured on the way."""
     folder = tmp_path_factory.mktemp("testbed")
     config = edited(
-        folder, prompts_per_step="4", max_response_tokens="48", steps="2", limit_s="1.0", contexts="[32, 512]",
+        CPU, folder, prompts_per_step="4", max_response_tokens="48", steps="2", limit_s="1.0", contexts="[32, 512]",
         batches="[1, 4]", max_slots="4", max_model_len="512", max_batched_tokens="512",
     )  # fmt: skip
     return finish(
@@ -384,7 +360,7 @@ class TestValidate:
 
     def test_both_sides_do_the_same_work(self, done: Done, tmp_path: Path) -> None:
         config = edited(
-            tmp_path, prompts_per_step="4", max_response_tokens="256", max_slots="4", max_model_len="512",
+            CPU, tmp_path, prompts_per_step="4", max_response_tokens="256", max_slots="4", max_model_len="512",
             max_batched_tokens="512", source=f'"{done.folder / "profile.json"}"',
         )  # fmt: skip
         text = re.sub(r"^(batches|contexts|limit_s) = .*\n", "", config.read_text(), flags=re.MULTILINE)

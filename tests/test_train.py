@@ -25,8 +25,8 @@ from rlhfless.rng import stream
 from rlhfless.types.report import StepReport
 from rlhfless.types.workload import Workload
 from tests import ray_steps
+from tests.commands import call, edited
 from tests.profiles import tiny_profile
-from tests.test_testbed import call
 from traces.format import Trace
 from traces.importers.tokenizers import Words
 
@@ -36,17 +36,6 @@ COMMAND_S = 420.0
 """Longest wait for a command that starts engines (chosen: some ten times what it takes; machines are shared)."""
 
 Edit = Callable[[str], str]
-
-
-def edited(tmp_path: Path, example: str = "cpu-grpo", **values: str) -> Path:
-    """An example with other values, by key; the first key of that name in the file counts."""
-    text = EXAMPLES[example].read_text()
-    for key, value in values.items():
-        text, count = re.subn(rf"^{key} = .*$", f"{key} = {value}", text, count=1, flags=re.MULTILINE)
-        assert count == 1, key
-    path = tmp_path / "config.toml"
-    path.write_text(text)
-    return path
 
 
 def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
@@ -292,7 +281,7 @@ def small(tmp_path: Path, algorithm: str) -> Path:
     profile = tmp_path / "profile.json"
     profile.write_text(tiny_profile(gpu="cpu", max_slots=16).to_json())
     path = edited(
-        tmp_path, f"cpu-{algorithm}", source=f'"{profile}"', prompts_per_step="4", responses_per_prompt="4",
+        EXAMPLES[f"cpu-{algorithm}"], tmp_path, source=f'"{profile}"', prompts_per_step="4", responses_per_prompt="4",
         max_response_tokens="24", steps_per_epoch="2", held_out_prompts="6", held_out_every="2", max_slots="16",
     )  # fmt: skip
     path.write_text(re.sub(r"^(batches|contexts|limit_s) = .*\n", "", path.read_text(), flags=re.MULTILINE))
