@@ -169,6 +169,22 @@ def test_what_no_plan_keeps_names_the_nearest() -> None:
         frontier.choose(problem, Goal(kind="budget_gpu_s", value=every[-1].cost_gpu_s / 2))
 
 
+@settings(max_examples=60, deadline=None)
+@given(cases)
+def test_the_fastest_is_named_also_where_moves_take_time(case: Case) -> None:
+    """Plans at smaller limits may then take longer: the search for the least limit must end all the same."""
+    plain = case.problem()
+    moved = np.random.default_rng(case.seed).uniform(0, 9, plain.moved_s.shape)
+    problem = replace(plain, moved_s=moved)
+    plans = [path_of(problem, groups) for groups in every_plan(problem)]
+    with pytest.raises(InfeasibleError, match="no plan of generation ends by then; the fastest takes") as caught:
+        frontier.choose(problem, Goal(kind="deadline_s", value=1e-3))
+    named = float(str(caught.value).split("the fastest takes ")[1].split()[0])
+    least_ends = min(plan.ends_s for plan in plans)
+    near = [plan.time_s for plan in plans if plan.ends_s <= least_ends * (1 + 2 * frontier.FASTEST)]
+    assert min(plan.time_s for plan in plans) * (1 - 1e-3) <= named <= max(near) * (1 + 1e-3)
+
+
 def test_the_knee_does_not_fall_behind_the_floor() -> None:
     problem = Case(seed=2, borders=6, gpus=8, sizes=(2, 1), prefill=False).problem()
     every = frontier.frontier(problem)

@@ -207,9 +207,17 @@ class _Known:
 
 
 def _fastest(problem: Problem, known: Path) -> Path:
-    """The plan with the least time limit, up to FASTEST: limits are refined below the least one known."""
-    found = _Known(problem)
-    found.points = [known]
-    while found.points[0].ends_s > found.missed_s * (1 + FASTEST):
-        found.solve(np.geomspace(found.missed_s, found.points[0].ends_s, LIMITS + 2)[1:-1])
-    return found.points[0]
+    """The quickest of `known` and the plans at the least time limits that can be kept, those up to FASTEST.
+
+    Limits are refined between the largest that no plan keeps and the least that one does. A plan may take longer than
+    its limit (`Problem.moved_s`), so the one at the least limit need not be the quickest.
+    """
+    best, low, high = known, least_end_s(problem), known.ends_s
+    while high > low * (1 + FASTEST):
+        limits = np.geomspace(low, high, LIMITS + 2)[1:-1]
+        for limit, path in zip(limits.tolist(), cheapest(problem, limits), strict=True):
+            if path is None:
+                low = limit
+            else:
+                best, high = min(best, path, key=lambda each: each.time_s), min(high, path.ends_s)
+    return best
