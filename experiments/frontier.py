@@ -14,7 +14,7 @@ from experiments.output import Cell, csv_text, json_text, out_folder, print_tabl
 from rlhfless.accounting.billing import bill
 from rlhfless.accounting.metrics import generation_bounds
 from rlhfless.commands import run
-from rlhfless.errors import InputError
+from rlhfless.errors import InfeasibleError, InputError
 from rlhfless.scheduler import migration, scaling
 from rlhfless.scheduler.frontier import Goal
 from rlhfless.scheduler.planner import Planner
@@ -97,7 +97,12 @@ def believed(steps: Steps, setting: Setting, reports: Sequence[StepReport]) -> F
 
 
 def goal_of(weight: float | None, deadline_s: float | None, budget: float | None, price: float) -> Goal:
-    """The goal that options ask for; the knee where none does. `budget` in USD. Raises InputError for two at once."""
+    """The goal that options ask for; the knee where none does. `budget` in USD, `price` USD a GPU-hour.
+
+    Raises InputError for two at once, and for a budget where GPUs cost nothing.
+    """
+    if budget is not None and not price > 0:
+        raise InputError(f"--budget {budget:g}: nothing is spent at {price:g} USD a GPU-hour; it needs a price above 0")
     asked = [
         Goal(kind="weight", value=weight) if weight is not None else None,
         Goal(kind="deadline_s", value=deadline_s) if deadline_s is not None else None,
@@ -253,7 +258,13 @@ def main(
     steps = list(steps_of(recorded))
     longest = max(int(workload.prompt_tokens.max()) for workload, _ in steps)
     setting.profile.require_fit(longest, recorded.info.max_response_tokens)
-    points = measure(steps, setting, names)
+    try:
+        points = measure(steps, setting, names)
+    except InfeasibleError as error:
+        if budget is None:
+            raise
+        usd = setting.usd_per_gpu_hour / HOUR_S
+        raise InfeasibleError(f"--budget {budget:g}: {error}; a GPU-second costs {usd:.3g} USD") from None
     planned = next((point for point in points if policy_of(point.label) == FRONTIER), None)
     fair = beside(setting, FRONTIER, points[0].run)
     table = believed(steps, fair, planned.run.reports if planned is not None else points[0].run.reports)
