@@ -5,7 +5,7 @@ down the limits; for one goal, limits are tried together and then refined next t
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -17,10 +17,12 @@ from rlhfless.types.plan import FrontierTable
 
 LIMITS = 12
 """Time limits that are solved together (chosen: one sweep of a step of 512 prompts takes some 10 ms)."""
-SWEEPS = 2
-"""Sweeps over limits after the first, each next to the best so far (chosen: 12 x 6 x 6 limits in effect)."""
-MOST_SWEEPS = 6
-"""The same for a budget, which is to be used up: until neighbours are FASTEST apart."""
+SWEEPS = 8
+"""Most sweeps over limits after the first (chosen; steps of 512 prompts take some two)."""
+GAPS = 3
+"""Gaps between known plans among which the limits of a sweep are divided (chosen)."""
+NEAR = 0.01
+"""Share of time and cost together by which a knee may miss the best (chosen: estimates are not so good)."""
 BEHIND = 100.0
 """Weight of falling behind the floor, in time or cost, against all else (chosen: it decides first)."""
 AHEAD = np.array([0.93, 0.90])
@@ -29,7 +31,7 @@ by 3 to 7 % in simulation)."""
 BEYOND = np.geomspace(1.0, 1.4, 8)
 """Limits, in terms of the time wanted, that are solved for a plan of that time: a plan may end before its limit."""
 FASTEST = 1e-3
-"""Share by which the fastest point may miss the least time (chosen)."""
+"""Share by which the fastest plan that may be had may miss the least time (chosen)."""
 ROUNDING = 1e-9
 """Relative difference of seconds that is rounding."""
 
@@ -66,13 +68,13 @@ class Goal:
 def scores(goal: Goal, paths: Sequence[Path], floor: Path | None = None) -> FloatArray:
     """float[paths]: how far each is from what is wanted, the least the nearest; infinite where it is not allowed.
 
-    `floor`: a plan that the knee must not fall behind in time or cost.
+    Scores are logarithms, so that a difference of 0.01 is one percent. `floor`: a plan that the knee must not fall behind in time or cost.
     """
     time_s, cost = np.array([path.time_s for path in paths]), np.array([path.cost_gpu_s for path in paths])
     if goal.kind == "deadline_s":
-        return np.where(time_s <= goal.value * (1 + ROUNDING), cost, np.inf)
+        return np.where(time_s <= goal.value * (1 + ROUNDING), np.log(cost), np.inf)
     if goal.kind == "budget_gpu_s":
-        return np.where(cost <= goal.value * (1 + ROUNDING), time_s, np.inf)
+        return np.where(cost <= goal.value * (1 + ROUNDING), np.log(time_s), np.inf)
     weight = goal.value
     score: FloatArray = weight * np.log(time_s) + (1.0 - weight) * np.log(cost)
     if goal.kind == "knee" and floor is not None:
@@ -114,8 +116,11 @@ def frontier(problem: Problem, least_step: float = 0.0) -> list[Path]:
 def choose(problem: Problem, goal: Goal, floor: Path | None = None) -> tuple[Path, FrontierTable]:
     """The plan that the goal asks for, and the points of the frontier that were looked at.
 
-    The cheapest of all is among them, and others at limits in even ratios down to the least that may be possible;
-    between neighbours of the best, limits are refined. Raises InfeasibleError, naming the nearest feasible one, for a
+    The cheapest of all is among them, and others at limits in even ratios down to the least that may be possible. Then
+    limits are refined in the gaps between known plans that may hide a better one: a plan in a gap holds no less than
+    the one at the gap's end and takes no less than its beginning (an estimate where `Problem.together_s` is given), so
+    that most gaps need no look. It ends when no gap can hide one that is better by NEAR (FASTEST for a deadline
+    or a budget), or after SWEEPS. Raises InfeasibleError, naming the nearest feasible one, for a
     deadline or budget that no plan keeps.
     """
     known = _Known(problem)
@@ -129,8 +134,8 @@ def choose(problem: Problem, goal: Goal, floor: Path | None = None) -> tuple[Pat
     else:
         faster = np.geomspace(low, max(wanted, low), LIMITS - BEYOND.size + 1)[:-1]
         known.solve(np.concatenate([wanted * BEYOND, faster]))
-    for _ in range(MOST_SWEEPS if goal.kind == "budget_gpu_s" else SWEEPS):
-        limits = known.around(int(scores(goal, known.points, floor).argmin()))
+    for _ in range(SWEEPS):
+        limits = known.promising(goal, floor)
         if limits.size == 0:
             break
         known.solve(limits)
@@ -181,7 +186,7 @@ class _Known:
         self.problem = problem
         self.points: list[Path] = []  # undominated, by rising time
         self.missed_s = least_end_s(problem)  # a limit that no plan keeps, or that might be the first that one does
-        self._until_s: dict[Path, float] = {}  # the largest limit to which each point was the answer
+        self._until_s: dict[Path, float] = {}  # the largest limit to which each plan was the answer
 
     def solve(self, limits: FloatArray) -> None:
         """Add what these limits show."""
@@ -194,16 +199,27 @@ class _Known:
                 found.append(path)
         self.points = undominated([*self.points, *found])
 
-    def around(self, point: int) -> FloatArray:
-        """Limits between which and the point's own others may lie; none where neighbours are FASTEST apart."""
-        sides = []
-        for row in (point, point + 1):
-            if row < len(self.points):
-                before_s = self._until_s[self.points[row - 1]] if row else self.missed_s
-                sides.append((before_s, self.points[row].ends_s))
-        open_ = [(low, high) for low, high in sides if high > low * (1 + FASTEST)]
-        each = LIMITS // max(len(open_), 1)
-        return np.concatenate([np.empty(0), *(np.geomspace(*side, each + 2)[1:-1] for side in open_)])
+    def promising(self, goal: Goal, floor: Path | None) -> FloatArray:
+        """Limits in the gaps that may hide a better plan, the most promising first to be given some; none where none
+        may."""
+        answers = sorted(self._until_s, key=lambda path: path.ends_s)
+        begins_s = [self.missed_s, *(self._until_s[path] for path in answers[:-1])]
+        gaps = [(low, path) for low, path in zip(begins_s, answers, strict=True) if path.ends_s > low * (1 + FASTEST)]
+        if not gaps:
+            return np.empty(0)
+        score = scores(goal, [_ideal(low, path) for low, path in gaps], floor)
+        best = scores(goal, self.points, floor).min() - (NEAR if goal.kind in ("knee", "weight") else FASTEST)
+        wanted = [row for row in np.argsort(score, kind="stable").tolist() if score[row] < best][:GAPS]
+        each = LIMITS // max(len(wanted), 1)
+        return np.concatenate(
+            [np.empty(0), *(np.geomspace(gaps[row][0], gaps[row][1].ends_s, each + 2)[1:-1] for row in wanted)]
+        )
+
+
+def _ideal(begin_s: float, end: Path) -> Path:
+    """The best plan that a gap from one time limit to a known plan may hide."""
+    share = begin_s / end.ends_s
+    return replace(end, time_s=end.time_s * share, early_s=end.early_s * share)
 
 
 def _fastest(problem: Problem, known: Path) -> Path:
