@@ -68,7 +68,8 @@ class Goal:
 def scores(goal: Goal, paths: Sequence[Path], floor: Path | None = None) -> FloatArray:
     """float[paths]: how far each is from what is wanted, the least the nearest; infinite where it is not allowed.
 
-    Scores are logarithms, so that a difference of 0.01 is one percent. `floor`: a plan that the knee must not fall behind in time or cost.
+    Scores are logarithms, so that a difference of 0.01 is one percent. `floor`: a plan that the knee must not fall
+    behind in time or cost.
     """
     time_s, cost = np.array([path.time_s for path in paths]), np.array([path.cost_gpu_s for path in paths])
     if goal.kind == "deadline_s":
