@@ -18,8 +18,8 @@ from typing import Any
 
 from rlhfless.errors import InputError, SchemaError
 
-SCHEMA = 1
-"""Version of the layout."""
+SCHEMA = 2
+"""Version of the layout; 2 has what the planner has learned."""
 ABOUT, LEARNER = "checkpoint.json", "learner.pt"
 """Files of every checkpoint: what it is; weights and optimizers."""
 _NAME = re.compile(r"step-(\d{6,})")

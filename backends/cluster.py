@@ -18,16 +18,16 @@ import signal
 import statistics
 import tempfile
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from backends import nodes
 from backends.engine_types import EngineConfig
-from backends.environment import Device, engine_env, require
-from backends.redis_server import check_url
+from backends.environment import engine_env, require
+from backends.ray_config import RayConfig
 from backends.vllm_actor import VllmActor
 from rlhfless.errors import InfeasibleError, InputError, RlhflessError
 from rlhfless.types.cluster import Cluster
@@ -46,88 +46,6 @@ on Linux its services would otherwise listen to everybody, and they ask for no p
 
 class StepError(RlhflessError):
     """A step has failed as a whole. Nothing of it is left running, and it can be executed again."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RayConfig:
-    """How a `RayExecutor` runs engines. Raises InputError for values that cannot be."""
-
-    model: str
-    """Folder with a Hugging Face model: config, tokenizer and safetensors."""
-    run_folder: Path
-    """Where weights are published; every host of the cluster must see it."""
-    device: Device = "cpu"
-    """cpu or cuda."""
-    dtype: str = "float32"
-    """Type of the weights in the engines."""
-    max_model_len: int
-    """Longest context, tokens."""
-    max_slots: int
-    """Responses that an engine runs at once, at most; a plan may ask for fewer."""
-    kv_cache_bytes: int | None
-    """KV memory of an engine; None leaves it to vLLM, on GPUs only."""
-    block_size: int = 32
-    """Tokens of a KV block."""
-    max_batched_tokens: int = 2048
-    """Tokens that an iteration computes at most."""
-    kv: Literal["redis", "none"] = "redis"
-    """How KV goes from one actor to another. With none, plans with a prefill actor are refused, and what moves is
-    computed again."""
-    redis_url: str | None = field(default=None, repr=False)
-    """Redis for KV; None starts a private one."""
-    ray_address: str | None = None
-    """Cluster to join; None uses the Ray that this process has joined, or starts a private one on loopback."""
-    ray_cpus: int | None = None
-    """CPUs of a private Ray; None for as many as the engines of all GPUs of the cluster ask for."""
-    actor_cpus: float = 1.0
-    """CPUs that an engine on CPUs asks Ray for. One on GPUs asks for the GPUs of its plan."""
-    temperature: float = 0.0
-    """0: greedy. Above: responses are sampled, each from its own seed."""
-    seed: int = 0
-    """Seed of the responses' seeds."""
-    node_timeout_s: float = 0.0
-    """Seconds that machines of a cluster that starts them on demand may take to come up; Ray's autoscaler is asked for
-    them then, until `close`. 0: they must be there."""
-    start_timeout_s: float = 300.0
-    """Seconds from asking for a process to its first sign of life, weights included."""
-    hang_timeout_s: float = 120.0
-    """Seconds without an iteration after which an actor that has work counts as dead."""
-
-    def __post_init__(self) -> None:
-        if not (Path(self.model) / "config.json").is_file():
-            raise InputError(f"model {self.model} is not a folder with a Hugging Face model (no config.json)")
-        if self.kv not in ("redis", "none"):
-            # vLLM's NIXL hands over requests that have ended, each by a name that its first engine gives it: a step's
-            # responses are cut before their end, and found by what they hold
-            raise InputError(f"kv {self.kv!r}: known are redis, none")
-        if self.redis_url is not None:
-            check_url(self.redis_url)
-        for name in ("actor_cpus", "start_timeout_s", "hang_timeout_s"):
-            if not getattr(self, name) > 0:
-                raise InputError(f"{name} {getattr(self, name)} must be above 0")
-        for name in ("temperature", "node_timeout_s"):
-            if not getattr(self, name) >= 0:
-                raise InputError(f"{name} {getattr(self, name)} must be at least 0")
-        self.engine(tp=1, prefix_caching=True, kv_connector=None)
-
-    def engine(
-        self, *, tp: int, prefix_caching: bool, kv_connector: dict[str, Any] | None, sleeps: bool = False
-    ) -> EngineConfig:
-        """Config of one engine. `sleeps`: it is kept between steps, and gives its GPUs' memory away meanwhile."""
-        return EngineConfig(
-            model=self.model,
-            dtype=self.dtype,
-            device=self.device,
-            tp=tp,
-            max_model_len=self.max_model_len,
-            max_slots=self.max_slots,
-            kv_cache_bytes=self.kv_cache_bytes,
-            block_size=self.block_size,
-            max_batched_tokens=self.max_batched_tokens,
-            prefix_caching=prefix_caching,
-            kv_connector=kv_connector,
-            sleep_mode=sleeps and self.device == "cuda",
-        )
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -159,6 +77,10 @@ class Process:
     pidfd: int = -1
     """Handle of the process on this machine: unlike its id it can never come to mean another."""
 
+    def fits(self, gpus: tuple[int, ...], engine: EngineConfig) -> bool:
+        """Whether it is such an engine on these GPUs."""
+        return self.gpus == gpus and self.engine == engine.on(len(gpus))
+
     def answered(self, pid: int) -> None:
         """It lives, under this id."""
         if self.pidfd < 0 and self.here:
@@ -174,7 +96,10 @@ class Process:
 
 
 class RayCluster:
-    """The processes of a run. At most one on a GPU."""
+    """The processes of a run. At most one on a GPU.
+
+    Configs of engines say what they are but not on how many GPUs: that is by the GPUs that are named with them.
+    """
 
     def __init__(self, cluster: Cluster, config: RayConfig) -> None:
         """Join or start Ray. Raises InputError where it is missing or cannot be reached, or has no nodes that are what
@@ -226,7 +151,7 @@ class RayCluster:
         """A process on `gpus`: that of the pool if it fits, else a new one, which is then still starting."""
         for process in [each for each in self._pool.values() if not set(gpus).isdisjoint(each.gpus)]:
             del self._pool[process.gpus]
-            if process.gpus == gpus and process.engine == engine:
+            if process.fits(gpus, engine):
                 self._used.add(process)
                 return process
             self.end(process)
@@ -250,7 +175,7 @@ class RayCluster:
             process.ahead_s = process.asked_s
             self._pool[gpus] = process
         for process in on_them:
-            if process.gpus == gpus and process.engine == engine and process.asleep:
+            if process.fits(gpus, engine) and process.asleep:
                 process.ahead_s, process.asleep = time.monotonic(), False
                 process.actor.wake.remote()
 
@@ -260,7 +185,7 @@ class RayCluster:
         found = [
             each
             for each in self._pool.values()
-            if each.ahead_s is not None and not (each.gpus in wanted and each.engine == engine)
+            if each.ahead_s is not None and not (each.gpus in wanted and each.fits(each.gpus, engine))
         ]
         for process in found:
             del self._pool[process.gpus]
@@ -377,8 +302,8 @@ class RayCluster:
         hosts = {int(self._cluster.host_of[gpu]) for gpu in gpus}
         if len(hosts) > 1:
             raise InfeasibleError(f"an engine on GPUs {list(gpus)}: they are of several hosts")
-        node = self.node(hosts.pop())
-        needs: dict[str, Any] = {"num_cpus": self._config.actor_cpus}
+        node, engine = self.node(hosts.pop()), engine.on(len(gpus))
+        needs: dict[str, Any] = {"num_cpus": self._config.actor_cpus * len(gpus)}
         env = engine_env(self._config.device)
         if self._config.device == "cuda":
             needs = {"num_cpus": 0, "num_gpus": len(gpus)}

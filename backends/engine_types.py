@@ -1,7 +1,7 @@
 """What goes into an engine and what comes out of it: plain values, without vLLM."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,7 +33,7 @@ class EngineConfig:
     max_slots: int
     """Responses that it runs at once."""
     kv_cache_bytes: int | None
-    """Memory for KV; None leaves the size to vLLM, which only measures it well on GPUs."""
+    """Memory for KV on each GPU; None leaves the size to vLLM, which only measures it well on GPUs."""
     block_size: int
     """Tokens of a KV block. On CPUs a multiple of 32 is fastest."""
     max_batched_tokens: int
@@ -67,6 +67,10 @@ class EngineConfig:
             raise InputError("engine: sleep_mode is for GPUs; on CPUs it would free nothing")
         if self.device == "cpu" and not (Path(self.model) / "config.json").is_file():
             raise InputError(f"engine: {self.model} is not a folder with a Hugging Face model (no config.json)")
+
+    def on(self, gpus: int) -> "EngineConfig":
+        """The same engine on so many GPUs."""
+        return self if gpus == self.tp else replace(self, tp=gpus)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,123 +7,22 @@ of events can be tried in tests.
 Every unfinished response has one owner, the actor that is to finish it, and one place, the actor that has been sent it.
 The two differ while it leaves a place for its owner. Its tokens are safe here as far as they were reported; a place
 that dies takes the rest with it, and whoever goes on generates the same tokens again.
+
+A reserve actor has no process until a rule asks for it. Once it can work it is idle until a rule gives it responses.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from backends.engine_types import EngineCounters, EngineError, Finished, FinishReason, Partial, Request
-from backends.vllm_actor import NO_COUNTERS, Update
-from rlhfless.scheduler.migration import GenerationView, Migration, rule
-from rlhfless.types.arrays import IntArray, ints
+from backends.engine_types import EngineCounters, EngineError, Finished, Partial, Request
+from backends.generation_types import NOWHERE, Actor, Response, State, Wire
+from backends.vllm_actor import Update
+from rlhfless.errors import PlanError
+from rlhfless.scheduler.migration import PARTING, GenerationView, Migration, Start, rule
+from rlhfless.types.arrays import BoolArray, IntArray, ints
 from rlhfless.types.plan import MigrationSpec
-
-State = Literal["working", "leaving", "gone"]
-End = Literal["done", "cut", "dead"]
-
-NOWHERE = -1
-"""Place of a response that has ended."""
-
-
-class Wire(Protocol):
-    """What a generation asks of its actors. Nothing is answered: what comes of it is an event."""
-
-    def submit(self, actor: int, requests: Sequence[Request]) -> None:
-        """Send responses to an actor that has begun."""
-        ...
-
-    def drain(self, actor: int) -> None:
-        """Have an actor give up all that it has not finished."""
-        ...
-
-    def release(self, actor: int, end: End) -> None:
-        """An actor has nothing more to do: all its responses have ended, a rule has cut it, or it has died."""
-        ...
-
-    def revive(self, actor: int) -> None:
-        """Start a new process in the place of an actor that has died, since no other is left."""
-        ...
-
-
-@dataclass(slots=True, kw_only=True)
-class Actor:
-    """A decode actor at work."""
-
-    index: int
-    """Number in the plan."""
-    slots: int
-    """Responses that it runs at once."""
-    state: State = "working"
-    """working: takes and decodes responses. leaving: a rule has cut it, it is being drained. gone."""
-    begun: bool = False
-    """Whether it can be sent responses."""
-    offset_s: float = 0.0
-    """What its clock must be given to read like ours."""
-    base: EngineCounters = NO_COUNTERS
-    """Its engine's totals when it began."""
-    counters: EngineCounters = NO_COUNTERS
-    """The latest."""
-    accepted_tokens: int = 0
-    """Tokens that it has generated and that are safe here."""
-    first_token_s: float | None = None
-    """When it had generated its first token, by our clock."""
-    last_token_s: float | None = None
-    """When it had generated the last that is known."""
-    over_s: float | None = None
-    """When it had given up what it had not finished."""
-
-
-@dataclass(slots=True, kw_only=True)
-class _Response:
-    """What is known of a response."""
-
-    request: Request
-    """As it is to be generated from the start."""
-    tokens: list[int]
-    """Generated and safe, at places that it has left."""
-    logprobs: list[float]
-    """Theirs."""
-    here: list[int]
-    """Reported by the place where it is."""
-    here_logprobs: list[float]
-    """Theirs."""
-    count: int = 0
-    """Tokens that the place where it is has generated, reported in full or not."""
-    first_s: float | None = None
-    """First admission, by our clock."""
-    end_s: float = 0.0
-    """Last token, by our clock."""
-    cached_tokens: int | None = None
-    """Prompt tokens that were not computed at first admission."""
-    finish_reason: FinishReason = "length"
-    """Why it ended."""
-    version: str = ""
-    """Weights that generated it."""
-
-    @property
-    def context_tokens(self) -> int:
-        return len(self.request.token_ids) + len(self.tokens) + self.count
-
-    def continued(self) -> Request:
-        """What is left to do."""
-        if not self.tokens:
-            return self.request
-        return replace(
-            self.request,
-            token_ids=[*self.request.token_ids, *self.tokens],
-            generated=len(self.tokens),
-            max_tokens=self.request.max_tokens - len(self.tokens),
-        )
-
-    def keep(self, tokens: Iterable[int], logprobs: Iterable[float]) -> None:
-        """It leaves its place with these tokens."""
-        self.tokens += tokens
-        self.logprobs += logprobs
-        self.here, self.here_logprobs, self.count = [], [], 0
 
 
 class Generation:
@@ -138,13 +37,23 @@ class Generation:
         version: str,
         wire: Wire,
     ) -> None:
-        """`shares`: responses of each actor in the order of their admission; `version`: weights to be drawn from."""
+        """`shares`: responses of each actor in the order of their admission; `version`: weights to be drawn from.
+
+        Raises PlanError for a rule that moves a part of an actor's responses, which is not carried out here yet.
+        """
+        if migration is not None and migration.kind in PARTING:
+            raise PlanError(
+                f"rule {migration.kind}: these engines give up all of an actor's responses or none; simulate it"
+            )
         self.rule = rule(migration) if migration else None
         self.version, self.wire = version, wire
         self.responses = [
-            _Response(request=request, tokens=[], logprobs=[], here=[], here_logprobs=[]) for request in requests
+            Response(request=request, tokens=[], logprobs=[], here=[], here_logprobs=[]) for request in requests
         ]
         self.actors = [Actor(index=index, slots=count) for index, count in enumerate(slots)]
+        if migration is not None and migration.terms is not None:
+            for index in migration.terms.reserve.tolist():
+                self.actors[index].state = "reserved"
         self.left = len(requests)
         self.actor_of = [0] * self.left
         self.moves = [0] * self.left
@@ -169,9 +78,14 @@ class Generation:
     def begin(self, index: int, counters: EngineCounters, offset_s: float = 0.0) -> None:
         """An actor can work from now on; its engine's totals so far."""
         actor = self.actors[index]
-        assert actor.state == "working", "begun without need"
+        assert actor.state in ("starting", "working"), "begun without need"
         self._stale.add(index)
         actor.begun, actor.base, actor.counters, actor.offset_s = True, counters, counters, offset_s
+        if actor.state == "starting":
+            actor.state = "idle"
+            if self.left:
+                self._decide()
+            return
         self._submit(actor, list(self._at[index]))
         self._end_if_idle(actor)
 
@@ -335,6 +249,8 @@ class Generation:
     def _give(self, number: int, to: Actor) -> None:
         """Another actor is to finish a response."""
         owner = self._owner[number]
+        if to.state == "idle":
+            to.state = "working"
         self._owned[owner].discard(number)
         self._assigned[owner] -= 1
         self._stale |= {owner, to.index}
@@ -361,23 +277,36 @@ class Generation:
         self._stale.clear()
         slotted = [actor.counters.running if actor.state == "working" else 0 for actor in self.actors]
         running = np.minimum(slotted, unfinished)
+        idle = self._are("idle")
+        open_slots = [max(actor.slots - left, 0) for actor, left in zip(self.actors, unfinished.tolist(), strict=True)]
         view = GenerationView(
             assigned=assigned,
             finished=finished,
             running=ints(running),
             waiting=ints(unfinished - running),
-            open_slots=ints([max(a.slots - u, 0) if u else 0 for a, u in zip(self.actors, unfinished, strict=True)]),
+            open_slots=np.where((unfinished > 0) | idle, ints(open_slots), 0),
             tokens_generated=ints([a.counters.generated_tokens - a.base.generated_tokens for a in self.actors]),
             context_tokens=ints(self._held),
             kv_headroom_tokens=ints(self._room),
             unfinished=self._contexts,
             cuts_so_far=self.cuts,
+            unasked=self._are("reserved"),
+            starting=self._are("starting"),
+            idle=idle,
         )
         by_source: dict[int, list[Migration]] = defaultdict(list)
-        for migration in self.rule.decide(view):
-            by_source[migration.source].append(migration)
+        for decided in self.rule.decide(view):
+            if isinstance(decided, Start):
+                self.actors[decided.actor].state = "starting"
+                self.wire.start(decided.actor)
+            else:
+                by_source[decided.source].append(decided)
         for source, migrations in by_source.items():
             self._cut(self.actors[source], migrations)
+
+    def _are(self, state: State) -> BoolArray:
+        """bool[actors]: in a state."""
+        return np.array([actor.state == state for actor in self.actors])
 
     def _context(self, number: int) -> int:
         return self.responses[number].context_tokens
@@ -398,7 +327,7 @@ class Generation:
             held += context
             if self._place[number] != index or self.responses[number].count == 0:
                 promised += context
-        working = actor.begun and actor.state == "working"
+        working = actor.begun and actor.state in ("idle", "working")
         self._held[index] = held
         self._room[index] = max(0, actor.counters.headroom_tokens - promised) if working else 0
 

@@ -8,18 +8,16 @@ to its end. Nobody hands anything over: an engine saves each block in the step t
 and another engine that is given the same tokens finds them. A block that is gone, cut short, changed or of another
 layout is computed again, as is everything while Redis is away; neither gives a wrong answer or stops a step.
 
-An engine of several tensor parallel ranks holds a part of each block in each, and saves it as parts: values of their
-own, whose keys say which part of how many. A block is there when all of its parts are.
+A block is kept in parts, values of their own whose keys say which part of how many: one for each KV head of the model,
+over all layers. A tensor parallel rank saves those of its heads and loads them, so engines of any size find what those
+of any other have saved. A block is there when all of its parts are.
 
 This module loads without vLLM and torch.
 """
 
-import hashlib
 import math
 import re
-import struct
 import time
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
@@ -29,6 +27,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from backends.kv_block import HEADER_BYTES, BadBlock, pack, unpack
 from backends.redis_server import check_url, connect
 from rlhfless.errors import InputError
 
@@ -140,54 +139,6 @@ def current_version(configured: str) -> str:
     return _PROCESS.version if _PROCESS.version is not None else configured
 
 
-# ---- one block as bytes
-
-MAGIC = b"RLKV"
-FORMAT = 1
-_HEAD = struct.Struct("<4sHxx16sQ")
-"""Magic, version of this format, digest of the layout, bytes of KV that follow the checksum."""
-_CHECK = struct.Struct("<I")
-HEADER_BYTES = _HEAD.size + _CHECK.size
-"""Bytes before the KV: 36."""
-
-
-class BadBlock(ValueError):
-    """A value that is not the block that was asked for."""
-
-
-def layout_digest(*facts: object) -> bytes:
-    """16 bytes that differ when any of `facts` does: shapes, types, versions, everything that KV bytes depend on."""
-    return hashlib.blake2b(repr(facts).encode(), digest_size=16).digest()
-
-
-def pack(key: bytes, layout: bytes, kv: bytes | memoryview) -> bytes:
-    """The value to store under `key`: a header of HEADER_BYTES, then `kv`. The checksum is over key, header and KV."""
-    head = _HEAD.pack(MAGIC, FORMAT, layout, len(kv))
-    return b"".join((head, _checksum(key, head, kv), kv))
-
-
-def unpack(key: bytes, layout: bytes, value: bytes) -> memoryview:
-    """The KV in `value`. Raises BadBlock unless it is whole, and was packed under this key for this layout."""
-    if len(value) < HEADER_BYTES:
-        raise BadBlock("shorter than a header")
-    head, kv = value[: _HEAD.size], memoryview(value)[HEADER_BYTES:]
-    magic, version, found, size_bytes = _HEAD.unpack(head)
-    if (magic, version) != (MAGIC, FORMAT):
-        raise BadBlock("not a block of this format")
-    if found != layout:
-        raise BadBlock("of another layout")
-    if size_bytes != len(kv):
-        raise BadBlock("cut short")
-    if value[_HEAD.size : HEADER_BYTES] != _checksum(key, head, kv):
-        raise BadBlock("changed")
-    return kv
-
-
-def _checksum(key: bytes, head: bytes, kv: bytes | memoryview) -> bytes:
-    """CRC-32: it is there for damage, not for malice, and takes 0.2 ms a MB where BLAKE2b takes 1.0 (measured)."""
-    return _CHECK.pack(zlib.crc32(kv, zlib.crc32(head, zlib.crc32(key))))
-
-
 # ---- the store
 
 
@@ -200,7 +151,7 @@ class BlockStore(Protocol):
         ...
 
     def save(self, keys: Sequence[bytes], read: Callable[[int, int], npt.NDArray[np.uint8]]) -> None:
-        """Keep blocks; `read(i, j)` gives the KV of keys[i:j] as uint8[j - i, block bytes]."""
+        """Keep parts of blocks; `read(i, j)` gives the KV of keys[i:j], whole blocks, as uint8[j - i, part bytes]."""
         ...
 
     def close(self) -> None:
@@ -236,10 +187,10 @@ class RedisSettings:
             if not (isinstance(value, int | float) and 0.001 <= value < math.inf):
                 raise InputError(f"KV over Redis: {name} {value} must be at least 0.001 seconds and finite")
 
-    def key(self, version: str, block_hash: bytes, *, rank: int = 0, ranks: int = 1) -> bytes:
-        """Where Redis keeps what `rank` of `ranks` holds of the block with vLLM's hash `block_hash`, computed with
-        weights `version`."""
-        return f"rlkv:{self.namespace}:{version}:{rank}/{ranks}:".encode() + block_hash
+    def key(self, version: str, block_hash: bytes, *, part: int = 0, parts: int = 1) -> bytes:
+        """Where Redis keeps `part` of `parts` of the block with vLLM's hash `block_hash`, computed with weights
+        `version`."""
+        return f"rlkv:{self.namespace}:{version}:{part}/{parts}:".encode() + block_hash
 
 
 class RedisBlocks:
@@ -254,18 +205,19 @@ class RedisBlocks:
         settings: RedisSettings,
         *,
         layout: bytes,
-        block_bytes: int,
+        part_bytes: int,
         parts: int = 1,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Values hold `block_bytes` of KV each; `fetch` takes those of a block's `parts` one after the other."""
+        """Values hold `part_bytes` of KV each; those of the `parts` of a block that are asked for here come one after
+        the other."""
         from redis.exceptions import RedisError
 
         self._settings, self._layout, self._clock = settings, layout, clock
-        self._block_bytes, self._parts = block_bytes, parts
+        self._part_bytes, self._parts = part_bytes, parts
         self._client = connect(settings.url, timeout_s=settings.timeout_s)
         self._failures = (RedisError, OSError)
-        self._chunk = max(1, CHUNK_BYTES // (block_bytes * parts)) * parts
+        self._chunk = max(1, CHUNK_BYTES // (part_bytes * parts)) * parts
         self._rest_until_s = self._full_until_s = -math.inf
 
     def fetch(self, keys: Sequence[bytes]) -> list[memoryview]:
@@ -294,7 +246,7 @@ class RedisBlocks:
             now_s, end = self._clock(), min(at + self._chunk, len(keys))
             tired = now_s - started_s > self._settings.budget_s or now_s < max(self._full_until_s, self._rest_until_s)
             if tired or not self._save_chunk(keys[at:end], read(at, end)):
-                _count(skipped_blocks=len(keys) - at)
+                _count(skipped_blocks=(len(keys) - at) // self._parts)
                 break
         _count(save_s=self._clock() - started_s)
 
@@ -310,7 +262,7 @@ class RedisBlocks:
                 break
             try:
                 kv = unpack(key, self._layout, value)
-                if len(kv) != self._block_bytes:
+                if len(kv) != self._part_bytes:
                     raise BadBlock("of another size")
             except BadBlock:
                 _count(corrupt_blocks=1)
@@ -329,8 +281,10 @@ class RedisBlocks:
         answers = self._try(partial(commands.execute, raise_on_error=False))
         if answers is None:
             return False
-        taken = [len(value) for value, answer in zip(values, answers, strict=True) if answer is True]
-        _count(saved_blocks=len(taken), saved_bytes=sum(taken), refused_blocks=len(values) - len(taken))
+        taken = [answer is True for answer in answers]
+        blocks = sum(all(taken[first : first + self._parts]) for first in range(0, len(taken), self._parts))
+        saved_bytes = sum(len(value) for value, kept in zip(values, taken, strict=True) if kept)
+        _count(saved_blocks=blocks, saved_bytes=saved_bytes, refused_blocks=len(values) // self._parts - blocks)
         if any(isinstance(answer, ResponseError) for answer in answers):
             self._full_until_s = self._clock() + self._settings.retry_s
         return True

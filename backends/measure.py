@@ -8,13 +8,11 @@ import math
 import os
 import platform
 import shlex
-import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated
@@ -22,15 +20,17 @@ from typing import Annotated
 import numpy as np
 import typer
 
-from backends.bench import PROMPT_CAP_TOKENS, STEPS, Bench, Grid, Point, measure_points, noise, spread
+from backends.bench import PROMPT_CAP_TOKENS, STEPS, Bench, Grid, measure_points, noise, spread
 from backends.engine_types import EngineConfig
 from backends.environment import Device, prepare, require
-from backends.kv_transfer import RedisBlocks, RedisSettings, layout_digest
+from backends.fit import Measured, tables
+from backends.kv_block import layout_digest
+from backends.kv_transfer import RedisBlocks, RedisSettings
 from backends.redis_server import hide_password
 from backends.weight_sync import checkpoint, shapes
 from rlhfless.commands import run
 from rlhfless.errors import InputError
-from rlhfless.types.arrays import FloatArray, ints
+from rlhfless.types.arrays import ints
 from rlhfless.types.cluster import GPUS
 from rlhfless.types.profile import SCHEMA, Profile, ProfileData
 from rlhfless.units import MIB, MS
@@ -57,108 +57,6 @@ UPDATES = 3
 """Weight updates measured; the quickest counts."""
 REDIS_BLOCKS = 64
 """KV blocks that are sent to a Redis and back."""
-
-# ---- from times to a profile
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fit:
-    """seconds of a decode iteration = a_s + b_s * batch + c_s * batch * context."""
-
-    a_s: float
-    """What every iteration costs."""
-    b_s: float
-    """What a response adds."""
-    c_s: float
-    """What a token of context adds."""
-    mean_error: float
-    """Share by which it misses the points that it was fitted to, on average."""
-    p90_error: float
-    """The same for the 90th percentile."""
-
-    def __call__(self, batch: float, context: float) -> float:
-        return self.a_s + self.b_s * batch + self.c_s * batch * context
-
-    def __str__(self) -> str:
-        return (
-            f"t = {self.a_s / MS:.3f} ms + {self.b_s / MS:.4f} ms x batch + {self.c_s / MS * 1e3:.4f} us x batch x "
-            f"context (mean error {self.mean_error:.1%}, 90th percentile {self.p90_error:.1%})"
-        )
-
-
-def fit(best_s: dict[Point, float]) -> Fit:
-    """Least squares of the relative errors over decode points."""
-    batch, context = np.array(list(best_s), dtype=np.float64).T
-    seconds = np.array(list(best_s.values()))
-    terms = np.stack([np.ones_like(batch), batch, batch * context], axis=1) / seconds[:, None]
-    (a_s, b_s, c_s), *_ = np.linalg.lstsq(terms, np.ones_like(seconds), rcond=None)
-    error = np.abs(terms @ (a_s, b_s, c_s) - 1)
-    return Fit(
-        a_s=float(a_s),
-        b_s=float(b_s),
-        c_s=float(c_s),
-        mean_error=float(error.mean()),
-        p90_error=float(np.quantile(error, 0.9)),
-    )
-
-
-def rising(values: FloatArray) -> tuple[FloatArray, int, float]:
-    """A running maximum along every axis, since a Profile must not fall; entries it raised, and the largest share."""
-    result = values
-    for axis in range(values.ndim):
-        result = np.maximum.accumulate(result, axis=axis)
-    return result, int(np.count_nonzero(result > values)), float(np.max(result / values) - 1)
-
-
-def tables(grid: Grid, best_s: dict[Point, float]) -> tuple[FloatArray, FloatArray, tuple[str, ...], Fit]:
-    """decode_s[B, C], prefill_s[P], what was done to them, and the fit.
-
-    Decode points without a time, whose KV does not fit the engine, are taken from the fit: no run gets there.
-    """
-    line = fit({(b, c): best_s[b, c] for b in grid.batches for c in grid.contexts if (b, c) in best_s})
-    decode = np.array([[best_s.get((b, c), line(b, c)) for c in grid.contexts] for b in grid.batches])
-    prefill = np.array([best_s[0, tokens] for tokens in grid.prefills])
-    notes = []
-    missing = sum((b, c) not in best_s for b in grid.batches for c in grid.contexts)
-    if missing:
-        notes.append(f"{missing} of {decode.size} decode points exceed the engine's KV cache and are from the fit.")
-    rounded = []
-    for name, values in (("decode", decode), ("prefill", prefill)):
-        raised, count, share = rising(values)
-        rounded.append(np.round(raised, 9))
-        if count:
-            notes.append(
-                f"{count} of {values.size} {name} points were raised to the one before, by {share:.1%} at most."
-            )
-    return rounded[0], rounded[1], tuple(notes), line
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
-    """A profile and how good it is."""
-
-    profile: Profile
-    """What was measured."""
-    fit: Fit
-    """Its decode grid in one line."""
-    held_out: dict[Point, float]
-    """Seconds of decode iterations at points that are not in the grid."""
-
-    def table(self) -> Iterator[str]:
-        """Lines: the held-out points, and what grid and fit say of them."""
-        yield f"{'batch':>6} {'context':>8} {'measured':>10} {'grid':>10} {'error':>7} {'fit':>10} {'error':>7}"
-        grid_errors, fit_errors = [], []
-        for (batch, context), real_s in self.held_out.items():
-            grid_s, fit_s = float(self.profile.decode_iteration_s(batch, context)), self.fit(batch, context)
-            grid_errors.append(grid_s / real_s - 1)
-            fit_errors.append(fit_s / real_s - 1)
-            yield (
-                f"{batch:6} {context:8} {real_s / MS:7.2f} ms {grid_s / MS:7.2f} ms {grid_errors[-1]:+7.1%} "
-                f"{fit_s / MS:7.2f} ms {fit_errors[-1]:+7.1%}"
-            )
-        if grid_errors:
-            means = (statistics.fmean(map(abs, each)) for each in (grid_errors, fit_errors))
-            yield "mean error of the held-out points: grid {:.1%}, fit {:.1%}".format(*means)
 
 
 def measure(
@@ -251,6 +149,7 @@ def measure(
         iteration_overhead_s=0.0,  # the iterations were whole
         cold_start_s=round(ready_s - began_s, 3),
         warm_start_s=round(ready_s - imported_s, 3),
+        kv_block_tokens=bench.counters.block_tokens,
     )
     profile = Profile.from_json(Profile(data=data).to_json(), data.name)
     return Measured(profile=profile, fit=line, held_out={point: best_s[point] for point in held})
@@ -259,7 +158,7 @@ def measure(
 def _redis_note(url: str, block_bytes: int) -> str:
     """Send blocks there and back. Raises InputError where they do not come back."""
     settings = RedisSettings(url=url, namespace=f"measure-{os.getpid()}", ttl_s=60.0)
-    store = RedisBlocks(settings, layout=layout_digest("measure"), block_bytes=block_bytes)
+    store = RedisBlocks(settings, layout=layout_digest("measure"), part_bytes=block_bytes)
     keys = [settings.key(settings.version, number.to_bytes(8, "big")) for number in range(REDIS_BLOCKS)]
     kv = np.random.default_rng(0).integers(0, 256, (REDIS_BLOCKS, block_bytes), dtype=np.uint8)
     try:
@@ -301,13 +200,15 @@ def measure_command(
     out: Annotated[Path, typer.Option(help="The profile file to write.")],
     device: Annotated[str, typer.Option(help="cpu or cuda, as the installed vLLM.")] = "cpu",
     gpu: Annotated[str, typer.Option(help=f"GPU type, with cuda: {', '.join(CARDS)}.")] = "",
-    tp: Annotated[int, typer.Option(help="GPUs of the engine.")] = 1,
+    tp: Annotated[int, typer.Option(help="GPUs of the engine; processes of one on CPUs.")] = 1,
     dtype: Annotated[str, typer.Option(help="Type of weights and KV; float32 on CPUs, bfloat16 on GPUs.")] = "",
     batches: Annotated[str, typer.Option(help="Decode batches, such as 1,2,4,8.")] = "",
     contexts: Annotated[str, typer.Option(help="Mean contexts in tokens, such as 16,256,1024.")] = "",
     max_slots: Annotated[int, typer.Option(help="Responses at once: the last batch. 0: as --batches.")] = 0,
     max_batched_tokens: Annotated[int, typer.Option(help="Largest prefill iteration. 0: by the device.")] = 0,
-    kv_cache_bytes: Annotated[int, typer.Option(help="Memory for KV. 0: 256 MiB on CPUs, vLLM's choice on GPUs.")] = 0,
+    kv_cache_bytes: Annotated[
+        int, typer.Option(help="Memory for KV on each GPU. 0: 256 MiB on CPUs, vLLM's choice on GPUs.")
+    ] = 0,
     limit_s: Annotated[float, typer.Option(help="Seconds after which no point is begun any more.")] = LIMIT_S,
     redis: Annotated[str, typer.Option(help="Also time KV through the Redis at this url.")] = "",
 ) -> None:
@@ -315,8 +216,8 @@ def measure_command(
     if device not in BATCHES:
         raise InputError(f"--device {device}: must be {' or '.join(BATCHES)}")
     where: Device = "cpu" if device == "cpu" else "cuda"
-    if where == "cpu" and (tp != 1 or gpu):
-        raise InputError("--tp and --gpu are for --device cuda: an engine on CPUs is one process without a GPU")
+    if where == "cpu" and gpu:
+        raise InputError("--gpu is for --device cuda: an engine on CPUs has none")
     if where == "cuda" and gpu not in CARDS:
         raise InputError(f"--gpu {gpu!r}: must be one of {', '.join(CARDS)}")
     if not limit_s > 0:

@@ -28,8 +28,8 @@ def guess(plan: Plan) -> tuple[tuple[float, tuple[int, ...]], ...]:
         (prewarm.ready_after_s, gpus)
         for prewarm in plan.prewarm
         if prewarm.function == "decode"
-        for gpus in plan.placement.decode
-        if learner.isdisjoint(gpus)
+        for actor, gpus in zip(plan.actors, plan.placement.decode, strict=True)
+        if actor.responses.size and learner.isdisjoint(gpus)  # one in reserve starts when a rule asks for it
     )
 
 

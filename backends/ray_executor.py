@@ -18,17 +18,19 @@ from typing import Any
 
 import numpy as np
 
-from backends.cluster import RayCluster, RayConfig, StepError
-from backends.engine_types import EngineConfig, Request
+from backends.cluster import RayCluster, StepError
+from backends.engine_types import EngineConfig
+from backends.invocation import Weights
 from backends.kv_transfer import redis_config
 from backends.prewarm import Prewarming
-from backends.ray_step import RayStep, Weights
+from backends.ray_config import RayConfig
+from backends.ray_step import RayStep
 from backends.redis_server import RedisServer, connect
+from backends.step_inputs import prefixes_of, requests_of, require_match
 from backends.trainer import Generated, Trainer
 from backends.weight_sync import Published, discard, publish
-from rlhfless.errors import InfeasibleError, InputError, PlanError
+from rlhfless.errors import InputError
 from rlhfless.executor import Life
-from rlhfless.rng import stream
 from rlhfless.types.arrays import FloatArray, floats, ints
 from rlhfless.types.cluster import Cluster, ClusterState
 from rlhfless.types.outcome import Outcome
@@ -155,7 +157,7 @@ class RayExecutor:
         assert not self._closed, "closed"
         plan.check()
         outcome = self.lengths(workload) if self.lengths is not None else None
-        self._require_match(plan, workload, outcome)
+        require_match(plan, workload, outcome, self.cluster, self.config)
         from ray.exceptions import RayError
 
         self.steps += 1
@@ -172,8 +174,8 @@ class RayExecutor:
         zero_s = time.monotonic()
         step = RayStep(
             plan,
-            self._requests(plan, workload, outcome),
-            _prefixes(plan, workload),
+            requests_of(plan, workload, outcome, self.config),
+            prefixes_of(plan, workload),
             cluster=self._processes,
             config=self.config,
             engine=engine,
@@ -209,7 +211,8 @@ class RayExecutor:
         return self._report(plan, workload, step, zero_s, (generated_s, prepared_s, learned_s))
 
     def _engine(self, plan: Plan) -> EngineConfig:
-        """What this step's engines are. A private Redis that has died is replaced, and with it every process."""
+        """What this step's engines are, of whatever size. A private Redis that has died is replaced, and with it every
+        process."""
         connector: dict[str, Any] | None = None
         if self.config.kv == "redis":
             if self._redis is not None and not _answers(self._redis.url):
@@ -221,29 +224,7 @@ class RayExecutor:
             connector = redis_config(url, self._run)
         # only "split" gives engines GPUs that nobody else wants between steps
         sleeps = plan.hosting == "colocated" or (plan.hosting == "serverless" and plan.start == "warm")
-        return self.config.engine(
-            tp=plan.prefill_tp, prefix_caching=plan.prefix_caching, kv_connector=connector, sleeps=sleeps
-        )
-
-    def _requests(self, plan: Plan, workload: Workload, outcome: Outcome | None) -> list[Request]:
-        assert workload.prompts is not None
-        n = workload.responses_per_prompt
-        prompts = [prompt.tolist() for prompt in workload.prompts]
-        budgets = [workload.max_response_tokens] * plan.responses
-        if outcome is not None:
-            budgets = outcome.response_tokens.ravel().tolist()
-        seeds = stream(self.config.seed, "sampling", plan.step).integers(0, 1 << 63, plan.responses).tolist()
-        return [
-            Request(
-                response=response,
-                token_ids=prompts[response // n],
-                max_tokens=budgets[response],
-                temperature=self.config.temperature,
-                seed=seeds[response],
-                force_length=outcome is not None,
-            )
-            for response in range(plan.responses)
-        ]
+        return self.config.engine(prefix_caching=plan.prefix_caching, kv_connector=connector, sleeps=sleeps)
 
     def _prepare(self, plan: Plan, workload: Workload, lives: list[Life], generated_s: float, zero_s: float) -> float:
         """The preparation functions that there are, one after the other on the GPUs that the plan names; when they are
@@ -332,65 +313,6 @@ class RayExecutor:
                 moved_kv_bytes=done.moved_kv_bytes,
             ),
         )
-
-    def _require_match(self, plan: Plan, workload: Workload, outcome: Outcome | None) -> None:
-        where = f"step {workload.step}"
-        shape = (workload.size, workload.responses_per_prompt)
-        if (plan.prompts, plan.responses_per_prompt) != shape:
-            raise InputError(
-                f"{where}: a plan for {(plan.prompts, plan.responses_per_prompt)} prompts x n, not {shape}"
-            )
-        if workload.prompts is None:
-            raise InputError(f"{where}: engines need the token ids of the prompts, the workload has only their lengths")
-        if outcome is not None:
-            if outcome.response_tokens.shape != shape:
-                raise InputError(f"{where}: lengths of shape {outcome.response_tokens.shape}, not {shape}")
-            if outcome.response_tokens.max() > workload.max_response_tokens:
-                raise InputError(f"{where}: a response of {outcome.response_tokens.max()} tokens is above the cap")
-        if plan.cluster_gpus != self.cluster.gpus:
-            raise InputError(f"{where}: a plan for {plan.cluster_gpus} GPUs, this cluster has {self.cluster.gpus}")
-        self._require_engines(plan, workload)
-
-    def _require_engines(self, plan: Plan, workload: Workload) -> None:
-        """Raise unless engines of this config can hold the plan."""
-        where, config = f"step {workload.step}", self.config
-        slots = max(actor.slots for actor in plan.actors)
-        if slots > config.max_slots:
-            raise InfeasibleError(f"{where}: an actor of {slots} slots, engines have {config.max_slots}")
-        longest = int(workload.prompt_tokens.max()) + workload.max_response_tokens
-        if longest > config.max_model_len:
-            raise InfeasibleError(
-                f"{where}: prompt and response of up to {longest} tokens, engines hold {config.max_model_len}"
-            )
-        tp = plan.prefill_tp
-        if plan.sizes != (tp,):
-            raise InfeasibleError(
-                f"{where}: actors of {plan.sizes} GPUs, prefill of {tp}; engines here are of one size"
-            )
-        if plan.prefill is not None:
-            if config.kv == "none":
-                raise PlanError(f"{where}: a prefill actor's KV needs a way to the decode actors, kv is none")
-            if len(plan.placement.learner) < tp:
-                raise PlanError(f"{where}: a prefill actor of {tp} GPUs on {len(plan.placement.learner)}")
-
-
-def _prefixes(plan: Plan, workload: Workload) -> list[Request]:
-    """What the prefill actor computes: each distinct prefix, for the sake of its KV alone."""
-    prefill = plan.prefill
-    if prefill is None:
-        return []
-    assert workload.prompts is not None
-    _, first = np.unique(prefill.prefix_of, return_index=True)
-    return [
-        Request(
-            response=number,
-            token_ids=workload.prompts[prompt][: prefill.prefix_tokens].tolist(),
-            max_tokens=1,
-            temperature=0.0,
-            force_length=True,
-        )
-        for number, prompt in enumerate(first.tolist())
-    ]
 
 
 def _answers(url: str) -> bool:

@@ -8,19 +8,21 @@ process is dead: it is killed, so that it cannot come back, and others go on.
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from typing import Any
 
-from backends.cluster import Process, RayCluster, RayConfig, StepError
+from backends.cluster import RayCluster, StepError
 from backends.engine_types import EngineConfig, Request
-from backends.generation import End, Generation
+from backends.generation import Generation
+from backends.generation_types import End
+from backends.invocation import Invocation, Weights
+from backends.ray_config import RayConfig
 from backends.vllm_actor import POLL_S, Begun, Update
-from backends.weight_sync import Published
 from rlhfless.errors import RlhflessError
 from rlhfless.executor import Life
 from rlhfless.types.plan import Plan
+from rlhfless.types.report import Activity
 
 TICK_S = 0.5
 """Seconds between looks at deadlines when nothing happens (chosen: far below any timeout)."""
@@ -32,44 +34,6 @@ UP_S = 0.2
 some milliseconds, and one that does not come is that of a process that is still starting)."""
 MOST_CAUSE = 300
 """Characters of a cause that are told."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Weights:
-    """What a step draws from."""
-
-    version: str
-    """Name of the weights."""
-    published: Published | None
-    """Where they are; None for those that the model's folder holds."""
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class Invocation:
-    """One function on one process, while it lasts."""
-
-    function: str
-    """prefill or decode."""
-    index: int
-    """Replica, or number in the plan."""
-    process: Process
-    """Where it runs."""
-    life: Life
-    """Its record."""
-    called_s: float
-    """When it was called, by our clock."""
-    seen_s: float
-    """When it last gave a sign of life, or was given something to do."""
-    begun: Begun | None = None
-    """Its first answer."""
-    offset_s: float = 0.0
-    """What its clock must be given to read like ours."""
-    sent: int = 0
-    """Responses that it has been sent."""
-    owed: set[int] = field(default_factory=set)
-    """Prefixes that it has been sent and has not computed."""
-    iterations: int = -1
-    """Its engine's, when it last reported."""
 
 
 class RayStep:
@@ -106,6 +70,7 @@ class RayStep:
         self.revivals = self.untaken = 0
         self.causes: list[str] = []
         self._keep = plan.start == "warm" or plan.hosting != "serverless"
+        self._reserve = {actor.index for actor in self.generation.actors if actor.state == "reserved"}
         self._shares: list[Sequence[Request]] = []
         self._prefill: dict[int, Invocation] = {}
         self._decode: dict[int, Invocation] = {}
@@ -116,9 +81,9 @@ class RayStep:
         taken from the cluster is then still there, for the caller to end."""
         self._end_untaken()
         shared = self._start_prefill()
-        for index, gpus in enumerate(self.plan.placement.decode):
-            if shared.isdisjoint(gpus):
-                self._start_decode(index)
+        for actor, gpus in zip(self.generation.actors, self.plan.placement.decode, strict=True):
+            if actor.state == "working" and shared.isdisjoint(gpus):
+                self._start_decode(actor.index)
         if not self._prefill:
             self._end_prefill()
         import ray
@@ -132,29 +97,36 @@ class RayStep:
                 if call in self._calls:  # else its process was ended by what came before it
                     self._answer(call)
             self._look_at_deadlines()
-        for invocation in list(self._decode.values()):  # still starting, while others have done its work
+        for invocation in list(self._decode.values()):  # still starting or idle, while others have done its work
             self._part(invocation, "done")
         self.cluster.rest()
 
     # ---- what a generation asks for
 
     def submit(self, actor: int, requests: Sequence[Request]) -> None:
-        """See `backends.generation.Wire`."""
-        self._submit(self._decode[actor], requests)
+        """See `backends.generation_types.Wire`."""
+        invocation = self._decode[actor]
+        if self._is_early(invocation):
+            invocation.life.until(self._now(), "early")
+        self._submit(invocation, requests)
 
     def drain(self, actor: int) -> None:
-        """See `backends.generation.Wire`."""
+        """See `backends.generation_types.Wire`."""
         invocation = self._decode[actor]
         invocation.process.actor.drain.remote(invocation.process.turn, invocation.sent)
 
     def release(self, actor: int, end: End) -> None:
-        """See `backends.generation.Wire`."""
+        """See `backends.generation_types.Wire`."""
         invocation = self._decode.get(actor)
         if invocation is not None:  # else its GPUs are still prefilling
             self._part(invocation, end)
 
+    def start(self, actor: int) -> None:
+        """See `backends.generation_types.Wire`."""
+        self._start_decode(actor)
+
     def revive(self, actor: int) -> None:
-        """See `backends.generation.Wire`."""
+        """See `backends.generation_types.Wire`."""
         self.revivals += 1
         if self.revivals > MOST_REVIVALS:
             raise StepError(f"step {self.plan.step}: its actors keep dying, {self.causes[-1]}")
@@ -344,11 +316,16 @@ class RayStep:
         if end == "dead" and invocation.sent:
             decoding = bool(invocation.life.spans) and invocation.life.spans[-1].activity == "decode"
             invocation.life.until(self._since(invocation.seen_s), "decode" if decoding else "prefill")
-        invocation.life.until(self._now(), "start-up" if invocation.begun is None else "wait-phase")
+        idle: Activity = "early" if self._is_early(invocation) else "wait-phase"
+        invocation.life.until(self._now(), "start-up" if invocation.begun is None else idle)
         if end != "dead" and self._keep:
             self.cluster.keep(invocation.process)
         else:
             self.cluster.end(invocation.process, hangs=end == "dead")
+
+    def _is_early(self, invocation: Invocation) -> bool:
+        """Whether it is in reserve and has had no responses yet."""
+        return invocation.function == "decode" and invocation.index in self._reserve and not invocation.sent
 
     def _write_decode(self, invocation: Invocation, end: End) -> None:
         actor, life = self.generation.actors[invocation.index], invocation.life

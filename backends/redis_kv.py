@@ -8,10 +8,12 @@ prefix cache of a request that is aborted before it is repaired, and let the ste
 The price: the step that admits a request waits for its KV, at most `budget_s` and a timeout, and the KV is held twice
 in memory for that step. Where the scheduler cannot admit the request yet, the bytes wait with it.
 
-With tensor parallelism there is a model's side in each rank, in a process of its own. Each saves its part of a block,
-under a key of its own; a block counts as there when every part has come back whole, and each rank copies its own. Ranks
-tell the scheduler's side what they have saved, so that counters are whole there. All parts go to all ranks, through
-vLLM's queue in shared memory.
+With tensor parallelism there is a model's side in each rank, in a process of its own. Each saves its parts of a block,
+its KV heads, under keys of their own; a block counts as there when every part has come back whole, and each rank copies
+its own. Ranks tell the scheduler's side what they have saved, so that counters are whole there. All parts go to all
+ranks, through vLLM's queue in shared memory. Where ranks are more than heads, several hold the same one, and the first
+of them saves it. A backend that does not store a head's KV in one place (vLLM's `num_head_slots`) has a rank's whole
+share as its part, and engines of other sizes do not find it.
 
 One full-attention cache group, and no other parallelism: others need `nixl_config`. Never two engines with a connector
 in one process, since vLLM keeps the model's side in a global.
@@ -37,6 +39,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+from backends.kv_block import layout_digest
 from backends.kv_transfer import (
     BlockStore,
     KVCounters,
@@ -45,7 +48,6 @@ from backends.kv_transfer import (
     count,
     counters,
     current_version,
-    layout_digest,
     side_by_side,
     since,
 )
@@ -99,12 +101,15 @@ class RedisKVConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not
         self._settings = RedisSettings(**self._kv_transfer_config.kv_connector_extra_config)
         self._layers, spec = _only_group(kv_cache_config)
         self._block_tokens: int = spec.block_size
-        self._part_bytes = spec.page_size_bytes * len(self._layers)
+        self._rank_bytes = spec.page_size_bytes * len(self._layers)
+        self._parts = _parts(vllm_config.model_config.get_total_num_kv_heads(), self._ranks, spec)
+        self._own = self._parts[self._rank]
+        self._all = 1 + max(part for own in self._parts for part in own)
         self._store: BlockStore = RedisBlocks(
             self._settings,
-            layout=_layout(vllm_config, self._layers, spec),
-            block_bytes=self._part_bytes,
-            parts=self._ranks if role is KVConnectorRole.SCHEDULER else 1,
+            layout=_layout(vllm_config, self._layers, spec, len(self._own)),
+            part_bytes=self._rank_bytes // len(self._own),
+            parts=self._all if role is KVConnectorRole.SCHEDULER else len(self._own),
         )
         self._requests: dict[str, _Request] = {}
         self._fetched: dict[str, tuple[int, list[bytes], list[memoryview]]] = {}
@@ -130,7 +135,7 @@ class RedisKVConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not
         if held is None or held[:2] != (first, keys):
             held = (first, keys, self._store.fetch(keys) if keys else [])
             self._fetched[request.request_id] = held
-        return len(held[2]) // self._ranks * self._block_tokens, False
+        return len(held[2]) // self._all * self._block_tokens, False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """The request is admitted: `num_external_tokens` of what was fetched go into its blocks in this step."""
@@ -142,13 +147,13 @@ class RedisKVConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not
         if num_external_tokens:
             (ids,) = blocks.get_block_ids()
             for at in range(num_external_tokens // self._block_tokens):
-                self._loads.append((ids[first + at], found[at * self._ranks : (at + 1) * self._ranks]))
+                self._loads.append((ids[first + at], found[at * self._all : (at + 1) * self._all]))
 
     def build_connector_meta(self, scheduler_output: Any) -> Copies:
         """What this step loads, and which blocks it fills: those are saved at its end."""
         version = current_version(self._settings.version)
         loads, self._loads = self._loads, []
-        kv = [PickleBuffer(b"".join(parts[rank] for _, parts in loads)) for rank in range(self._ranks)]
+        kv = [PickleBuffer(b"".join(parts[part] for _, parts in loads for part in own)) for own in self._parts]
         copies = Copies(version, [block for block, _ in loads], kv)
         for name, tokens in scheduler_output.num_scheduled_tokens.items():
             one = self._requests.get(name)
@@ -186,9 +191,9 @@ class RedisKVConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not
     def _keys(self, request: Any, first: int, end: int) -> list[bytes]:
         version = current_version(self._settings.version)
         return [
-            self._settings.key(version, bytes(each), rank=rank, ranks=self._ranks)
+            self._settings.key(version, bytes(each), part=part, parts=self._all)
             for each in request.block_hashes[first:end]
-            for rank in range(self._ranks)
+            for part in range(self._all)
         ]
 
     # ---- beside the model
@@ -198,7 +203,7 @@ class RedisKVConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not
         self._caches = [kv_caches[layer] for layer in self._layers]
         block_bytes = sum(cache[0].numel() * cache.element_size() for cache in self._caches)
         one_shape = len({(cache.shape, cache.dtype) for cache in self._caches}) == 1
-        if block_bytes != self._part_bytes or not one_shape:
+        if block_bytes != self._rank_bytes or not one_shape:
             raise InputError(
                 "KV over Redis: the layers' caches differ or hold more than KV, which needs another connector"
             )
@@ -210,10 +215,10 @@ class RedisKVConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not
             return
         cache = self._caches[0]
         kv = torch.frombuffer(bytearray(step.kv[self._rank]), dtype=torch.uint8).to(cache.device)
-        kv = kv.view(cache.dtype).view(len(step.loads), len(self._caches), *cache.shape[1:])
+        kv = kv.view(cache.dtype).view(len(step.loads), len(self._own), len(self._caches), -1, *cache.shape[2:])
         index = torch.tensor(step.loads, device=cache.device)
         for layer, cache in enumerate(self._caches):
-            cache[index] = kv[:, layer]
+            cache[index] = kv[:, :, layer].flatten(1, 2)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing: `start_load_kv` has loaded all layers."""
@@ -223,17 +228,19 @@ class RedisKVConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not
 
     def wait_for_save(self) -> None:
         """Save the rank's part of the blocks that this step has filled."""
-        step = self._step()
-        if step.saves:
-            blocks = [block for block, _ in step.saves]
+        saves = self._saves()
+        if saves:
+            blocks, own = [block for block, _ in saves], len(self._own)
             keys = [
-                self._settings.key(step.version, each, rank=self._rank, ranks=self._ranks) for _, each in step.saves
+                self._settings.key(self._step().version, each, part=part, parts=self._all)
+                for _, each in saves
+                for part in self._own
             ]
-            self._store.save(keys, lambda first, end: self._rows(blocks[first:end]))
+            self._store.save(keys, lambda first, end: self._rows(blocks[first // own : end // own]))
 
     def build_connector_worker_meta(self) -> Saved | None:
         """What this step's saving has come to; None where the scheduler's side counts it by itself, being beside us."""
-        if self._ranks == 1 or not self._step().saves:
+        if self._ranks == 1 or not self._saves():
             return None
         gained, self._told = since(self._told), counters()
         return Saved(gained)
@@ -242,11 +249,18 @@ class RedisKVConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not
         """Close the connection."""
         self._store.close()
 
+    def _saves(self) -> list[tuple[int, bytes]]:
+        """What the step has for this rank to save: nothing where a rank before it holds the same heads."""
+        return self._step().saves if self._parts.index(self._own) == self._rank else []
+
     def _rows(self, blocks: Sequence[int]) -> npt.NDArray[np.uint8]:
-        """uint8[blocks, part bytes]: the rank's KV of `blocks`, layer after layer."""
-        index = torch.tensor(blocks, device=self._caches[0].device)
-        kv = torch.stack([cache[index] for cache in self._caches], dim=1).contiguous()
-        rows: npt.NDArray[np.uint8] = kv.view(len(blocks), -1).view(torch.uint8).cpu().numpy()
+        """uint8[blocks * own parts, part bytes]: the rank's KV of `blocks`, part after part, layer after layer in each.
+
+        A part is a slice of the heads, which come second in a cache.
+        """
+        index, count = torch.tensor(blocks, device=self._caches[0].device), len(blocks) * len(self._own)
+        kv = torch.stack([cache[index].unflatten(1, (len(self._own), -1)) for cache in self._caches], dim=2)
+        rows: npt.NDArray[np.uint8] = kv.contiguous().view(count, -1).view(torch.uint8).cpu().numpy()
         return rows
 
     def _step(self) -> Copies:
@@ -274,12 +288,20 @@ def _only_group(kv_cache_config: Any) -> tuple[list[str], Any]:
     return sorted(groups[0].layer_names, key=_natural), groups[0].kv_cache_spec
 
 
+def _parts(heads: int, ranks: int, spec: Any) -> list[range]:
+    """The parts of a block that each rank holds, of all that there are: KV heads, or its share in one piece."""
+    if spec.num_heads != spec.num_kv_heads:
+        return [range(rank, rank + 1) for rank in range(ranks)]
+    return [range(rank * heads // ranks, rank * heads // ranks + spec.num_kv_heads) for rank in range(ranks)]
+
+
 def _natural(layer: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in layer.split(".")]
 
 
-def _layout(vllm_config: Any, layers: Sequence[str], spec: Any) -> bytes:
-    """Digest of all that a block's bytes and its key depend on, besides tokens and weights."""
+def _layout(vllm_config: Any, layers: Sequence[str], spec: Any, parts: int) -> bytes:
+    """Digest of all that the bytes of one of a rank's `parts` of a block, and its key, depend on, besides tokens and
+    weights."""
     algorithm = vllm_config.cache_config.prefix_caching_hash_algo
     seed = os.environ.get("PYTHONHASHSEED")
     if algorithm.startswith("xxhash") and seed is None:
@@ -291,6 +313,6 @@ def _layout(vllm_config: Any, layers: Sequence[str], spec: Any) -> bytes:
     # CPU attention packs its cache as the processor's instructions like it
     packing = (platform.machine(), torch.backends.cpu.get_cpu_capability()) if device == "cpu" else ()
     return layout_digest(
-        vllm_version, device, packing, algorithm, seed, tuple(layers), spec.block_size, spec.num_kv_heads,
-        spec.head_size, spec.head_size_v, str(spec.dtype), spec.page_size_bytes,
+        vllm_version, device, packing, algorithm, seed, tuple(layers), spec.block_size, spec.num_heads // parts,
+        spec.head_size, spec.head_size_v, str(spec.dtype), spec.page_size_bytes // parts,
     )  # fmt: skip

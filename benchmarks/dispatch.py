@@ -15,7 +15,7 @@ from typing import Annotated
 import numpy as np
 import typer
 
-from backends.cluster import RayConfig
+from backends.ray_config import RayConfig
 from backends.ray_executor import RayExecutor
 from backends.tiny import make_tiny
 from rlhfless.commands import run

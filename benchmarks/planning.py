@@ -1,16 +1,20 @@
 """Time to plan one step, shared prefixes and placement included: python benchmarks/planning.py [--profile NAME].
 
-Prompts and lengths are drawn at random; the paper reports at most 30 ms for a step (RLHFless Fig. 16a).
+Prompts and lengths are drawn at random; the paper reports at most 30 ms for a step (RLHFless Fig. 16a). Policies that
+learn from steps are also timed on the steps of simulated runs, where what earlier steps showed makes plans harder.
 """
 
 import statistics
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 import numpy as np
 import typer
 
+from experiments import options
+from experiments.bench import simulate
 from rlhfless.commands import run
 from rlhfless.rng import stream
 from rlhfless.scheduler.lengths import LengthEstimator
@@ -21,6 +25,8 @@ from rlhfless.types.profile import Profile
 from rlhfless.types.report import StepReport
 from rlhfless.types.workload import Workload
 from sim.profiles import load
+from traces.load import steps
+from traces.synthesize import synthesize
 
 PROFILE = "llama-2-70b_h100_sxm_tp2"
 """Default: the model and GPUs of the paper's simulation (RLHFless §6)."""
@@ -39,6 +45,20 @@ GROWTH = (
     (1_000_000, 1, 100_000, False),
 )
 """(prompts, responses each, GPUs, whether no two length estimates are equal, the slowest case)."""
+RUN_PROFILES = (
+    "llama-2-70b_h100_sxm_tp2,llama-2-70b_h100_sxm_tp4,llama-2-70b_h100_sxm_tp8",
+    "llama-3-8b_h100_sxm_tp1",
+    "qwen2.5-3b_l40s_tp2,qwen2.5-3b_l40s_tp1",
+    "qwen2.5-7b_l40s_tp2,qwen2.5-7b_l40s_tp1,qwen2.5-7b_l40s_tp4",
+)
+"""Sizes of actor of each model whose runs are timed; the first is that of policies that do not mix them."""
+RUN_POLICIES = ("rlhfless", "elastic", "frontier")
+RUN_LENGTHS = (("gsm8k", 2048, 1), ("gsm8k", 8192, 1), ("gpqa", 2048, 4), ("long-reasoning", 8192, 4))
+"""(preset, cap to which lengths are stretched, responses each) of the runs."""
+RUN_EPOCHS = 6
+"""Steps of a run."""
+FRONTIER_GROWTH = (512, 5_000, 20_000, 100_000)
+"""Prompts of the frontier's steps by size."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +114,25 @@ def measure(
     return statistics.median(taken), len(plan.actors), plan.candidates.actors.size if plan.candidates else 1
 
 
+def runs(names: Sequence[str]) -> None:
+    """Print planning times over the steps of a run: median and worst, by lengths and policy."""
+    first, *others = [load(name) for name in names]
+    setting = options.setting(
+        profile=names[0], nodes=160, gpus_per_host=options.GPUS_PER_HOST, usd_per_gpu_hour=None, seed=0
+    )
+    for preset, cap, n in RUN_LENGTHS:
+        trace = synthesize(
+            preset, prompts=512, epochs=RUN_EPOCHS, responses_per_prompt=n, max_response_tokens=cap,
+            prompts_per_step=512, seed=0, algorithm="grpo", stretch=True,
+        )  # fmt: skip
+        for policy in RUN_POLICIES:
+            found = simulate(policy, list(steps(trace)), replace(setting, profiles=tuple(others)))
+            taken = [record.planning_s * 1e3 for record in found.records]
+            lengths = f"{preset} x{n}, cap {cap}"
+            row = f"{first.data.model:<28} {lengths:<26} {policy:<10}"
+            print(f"{row} {statistics.median(taken):>8.1f} {max(taken):>8.1f}", flush=True)
+
+
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
@@ -108,6 +147,14 @@ def main(profile: Annotated[str, typer.Option(help="Name of a shipped profile, o
         for ids in (True, False):
             seconds, actors, candidates = measure(model, policy, workload(512, 1, ids), 160, 51)
             print(f"{policy:<10} {'yes' if ids else 'no':<10} {seconds * 1e3:>8.2f} {actors:>7} {candidates:>10}")
+    print(f"\n512 prompts, 160 GPUs, actors of all sizes of a model, the {RUN_EPOCHS} steps of a simulated run")
+    print(f"{'model':<28} {'lengths':<26} {'policy':<10} {'ms':>8} {'worst':>8}")
+    for names in RUN_PROFILES:
+        runs(names.split(","))
+    print("\nfrontier by size, 160 GPUs, token ids not known")
+    for prompts in FRONTIER_GROWTH:
+        seconds, actors, _ = measure(model, "frontier", workload(prompts, 1, False), 160, 5)
+        print(f"{prompts:>9} prompts {seconds:>9.4f} s {actors:>7} actors")
     print("\nrlhfless by size, token ids not known; ratios to the first row")
     columns = f"{'prompts':>9} {'each':>5} {'GPUs':>8} {'lengths':>9} {'seconds':>9} {'time x':>7} {'responses x':>11}"
     print(f"{columns} {'actors':>7} {'candidates':>10}")

@@ -105,13 +105,13 @@ def _figure(each: Figure, asked: Asked, epochs: int | None, batch: int | None) -
 
 
 def _scale(asked: Asked, epochs: int | None, batch: int | None) -> Piece:
-    changed: dict[str, Any] = {"seed": asked.seed, "trace": asked.trace}
+    changed: dict[str, Any] = {"seed": asked.seed, "seeds": asked.seeds, "trace": asked.trace}
     changed |= {} if epochs is None else {"epochs": epochs}
     changed |= {} if batch is None else {"prompts": batch}
     usual = {name: each.default for name, each in signature(scale.scale).parameters.items()}
 
     def make(folder: Path) -> None:
-        scale.scale(**changed, out=folder)
+        scale.scale(**changed, processes=asked.processes, out=folder)
 
     return Piece(
         name=SCALE, paper="16", title="time and cost by cluster size", files=scale.FILES,

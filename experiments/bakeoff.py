@@ -7,14 +7,14 @@ from typing import Annotated, Any
 
 import typer
 
-from experiments import options, plots
+from experiments import options, plots, rounds
 from experiments.bench import PolicyRun, Setting, Steps, beside, best_static, bounds, simulate, static_ladder
 from experiments.output import Cell, csv_text, json_text, out_folder, print_table, progress, write_atomic
 from rlhfless.commands import run
 from rlhfless.errors import InputError
 from rlhfless.scheduler import migration, scaling
 from rlhfless.scheduler.peers import PEERS
-from rlhfless.scheduler.policies import ORACLE, policy
+from rlhfless.scheduler.policies import ORACLE, Policy, policy
 from sim.profiles import load
 from traces.format import Trace
 from traces.load import batch
@@ -25,12 +25,18 @@ BASELINE = "verl"
 """What ratios are to: its static number of actors is the best for itself in hindsight, as for all static policies."""
 ALL = (
     "verl,rlhfuse,dp,dp+pa,rlhfless,elastic,frontier,"
-    "rhymerl,streamrl,tailsieve,laminar,oracle:rlhfless,oracle:elastic,oracle:lpt"
+    "rhymerl,streamrl,tailsieve,seer,laminar,rollpacker,april,oracle:rlhfless,oracle:elastic,oracle:lpt"
 )
 """Policies that are compared by default."""
 PROMPTS_PER_STEP, STEPS, EPOCHS = 128, 2, 3
 """Prompts of a step, steps of an epoch, epochs of a preset's trace (chosen: with 4 responses each, as many as the
 paper's simulation has; later epochs have history)."""
+NEEDS = {
+    "seer": "probes, KV pool",
+    "rollpacker": "early stop, prompts out of order",
+    "april": "early stop, old tokens",
+}
+"""What the peers cannot do without that are more than assignment and migration."""
 FILES = ("bakeoff.csv", "bakeoff.json", "bakeoff.png")
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -53,15 +59,33 @@ class Entry:
         return self.done.summary.held_gpu_s.mean
 
     @property
+    def synchronous(self) -> bool:
+        """Whether it trains each step on all responses of its prompts, all drawn from the newest weights."""
+        peer = PEERS.get(self.name.removeprefix(ORACLE))
+        return peer is None or peer.synchronous
+
+    @property
     def competes(self) -> bool:
         """Whether it trains synchronously and knows no more than it may."""
-        peer = PEERS.get(self.name)
-        return not policy(self.name).oracle and (peer is None or peer.synchronous)
+        return self.synchronous and not pieces(self.name).oracle
+
+    @property
+    def trained_tokens(self) -> float:
+        """Response tokens that a step trains on, mean over steps."""
+        done = self.done
+        return float(done.trained_tokens.mean()) if isinstance(done, rounds.RoundsRun) else done.summary.tokens.mean
+
+
+def pieces(name: str) -> Policy:
+    """The policy that plans the steps: `name` itself, but for loops over steps."""
+    return policy(rounds.PIECES if name in rounds.LOOPS else name)
 
 
 def needs(name: str) -> str:
     """What a policy cannot do without."""
-    rule, found = policy(name), []
+    rule, found = pieces(name), []
+    if name in NEEDS:
+        return NEEDS[name]
     if rule.oracle:
         found.append("true lengths")
     elif rule.scale or rule.assignment not in ("shuffled-even", "least-in-flight"):
@@ -87,15 +111,17 @@ def compete(names: Sequence[str], steps: Steps, setting: Setting) -> list[Entry]
     """Carry all policies out; the baseline first, whose learner the others' is as large as."""
     order = list(dict.fromkeys([BASELINE, *names]))
     rungs = len(static_ladder(steps, setting))
-    work = sum(1 if policy(name).scale else rungs for name in order) * len(steps)
+    work = sum(1 if pieces(name).scale else rungs for name in order) * len(steps)
     entries: list[Entry] = []
     with progress(work, f"{len(order)} policies, {len(steps)} steps") as tick:
         for name in order:
-            own = beside(setting, name, entries[0].done) if entries else setting
-            if policy(name).scale:
+            rule = pieces(name)
+            own = beside(setting, rule.name, entries[0].done) if entries else setting
+            if rule.scale:
                 entries.append(Entry(name=name, done=simulate(name, steps, own, tick=tick), actors=None))
             else:
-                actors, done = best_static(name, steps, own, tick)
+                carry_out = rounds.simulate if name in rounds.LOOPS else simulate
+                actors, done = best_static(name, steps, own, tick, carry_out)
                 entries.append(Entry(name=name, done=done, actors=actors))
     return entries
 
@@ -113,21 +139,41 @@ def row_of(entry: Entry, baseline: Entry, front: Sequence[str]) -> dict[str, Cel
         "decode_gpu_s": own.decode_executed_gpu_s.mean,
         "held_gpu_s": entry.held_gpu_s,
         "usd": own.usd.mean,
-        "generation_speedup": against.generation_s.mean / own.generation_s.mean,
-        "held_saving": 1 - entry.held_gpu_s / baseline.held_gpu_s,
+        "trained_tokens": entry.trained_tokens,
+        "generation_speedup": against.generation_s.mean / own.generation_s.mean if entry.synchronous else None,
+        "held_saving": 1 - entry.held_gpu_s / baseline.held_gpu_s if entry.synchronous else None,
         "moves": own.moves.mean,
         "undominated": int(entry.name in front) if entry.competes else None,
         "needs": needs(entry.name),
-        "synchronous": int(peer is None or peer.synchronous),
+        "synchronous": int(entry.synchronous),
+        "gives_up": peer.gives_up if peer else None,
+        **shares_of(entry.done),
         "source": peer.paper if peer else None,
+    }
+
+
+def shares_of(done: PolicyRun) -> dict[str, Cell]:
+    """What a loop over steps does to what is trained on; None where each step trains on its own responses."""
+    if not isinstance(done, rounds.RoundsRun):
+        return dict.fromkeys(("off_policy_share", "wasted_share", "late_share", "late_steps_max"))
+    return {
+        "off_policy_share": done.off_policy_share,
+        "wasted_share": done.wasted_share,
+        "late_share": done.late_share,
+        "late_steps_max": int(done.late_steps.max()),
     }
 
 
 HEADINGS = (
     ("policy", "policy"), ("actors", "actors"), ("gen s", "generation_s"), ("step s", "step_s"),
-    ("decode GPU-s", "decode_gpu_s"), ("held GPU-s", "held_gpu_s"), ("USD", "usd"), ("gen x", "generation_speedup"),
+    ("decode GPU-s", "decode_gpu_s"), ("held GPU-s", "held_gpu_s"), ("USD", "usd"), ("tokens", "trained_tokens"),
+    ("gen x", "generation_speedup"),
     ("held saved", "held_saving"), ("moves", "moves"), ("needs", "needs"),
 )  # fmt: skip
+
+
+GREY, CROSSES = "#777777", ("x", "+", "1")
+"""Colour and markers of policies that are not synchronous."""
 
 
 def scatter(entries: Sequence[Entry], bound: tuple[float, float], front: Sequence[str], path: Path) -> None:
@@ -145,7 +191,7 @@ def scatter(entries: Sequence[Entry], bound: tuple[float, float], front: Sequenc
         line = [(e.done.summary.generation_s.mean, e.held_gpu_s) for e in best]
         paid.plot(*zip(*line, strict=True), color="#999999", linewidth=0.9, drawstyle="steps-post", zorder=0)
         for axes, cost, title in (
-            (work, "decode GPU-seconds of a step", "(a) work; dotted: no policy goes below"),
+            (work, "decode GPU-seconds of a step", "(a) work; dotted: bounds of synchronous steps"),
             (paid, "GPU-seconds held in a step", "(b) what is paid; line: undominated"),
         ):
             axes.set_xlabel("generation time of a step (s)")
@@ -155,16 +201,19 @@ def scatter(entries: Sequence[Entry], bound: tuple[float, float], front: Sequenc
             axes.grid(color="#DDDDDD", linewidth=0.6)
             axes.set_axisbelow(True)
         handles, labels = paid.get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside right upper", fontsize=8, title="hollow: oracle or asynchronous")
+        figure.legend(
+            handles, labels, loc="outside right upper", fontsize=8, title="hollow: oracle; grey: not synchronous"
+        )
 
 
 def _style(number: int, entry: Entry) -> dict[str, Any]:
     turn = number // len(plots.POLICY_COLOURS)
-    colour = plots.POLICY_COLOURS[number % len(plots.POLICY_COLOURS)]
+    colour = plots.POLICY_COLOURS[number % len(plots.POLICY_COLOURS)] if entry.synchronous else GREY
     return {
         "color": colour,
-        "marker": plots.MARKERS[(number + turn) % len(plots.MARKERS)],
+        "marker": plots.MARKERS[(number + turn) % len(plots.MARKERS)] if entry.synchronous else CROSSES[number % 3],
         "markerfacecolor": colour if entry.competes else "white",
+        "markeredgewidth": 1.0 if entry.synchronous else 2.0,
         "markersize": 7,
         "linestyle": "none",
     }
@@ -183,6 +232,24 @@ def recorded(source: str, samples: int, cap: int | None, prompts_per_step: int |
         source, prompts=STEPS * size, epochs=EPOCHS, responses_per_prompt=samples, max_response_tokens=most,
         prompts_per_step=size, seed=seed, algorithm="grpo",
     )  # fmt: skip
+
+
+def told(done: rounds.RoundsRun) -> str:
+    """What a loop over steps did to what is trained on."""
+    return (
+        f"{100 * done.off_policy_share:.3g} % of tokens that a step trains on are from older weights, "
+        f"{100 * done.wasted_share:.3g} % of tokens generated are thrown away, {100 * done.late_share:.3g} % of "
+        f"prompts come later than in the trace, by {done.late_steps.max()} steps at most"
+    )
+
+
+def named(text: str) -> list[str]:
+    """Policies and loops over steps, with commas between, in this order. Raises InputError for an unknown one."""
+    parts = list(dict.fromkeys(part.strip() for part in text.split(",")))
+    for part in parts:
+        if part not in rounds.LOOPS:
+            options.policy_names(part, "--policy")
+    return parts
 
 
 @app.command()
@@ -216,7 +283,7 @@ def bakeoff(
 
     Policies of one size of actor use the first of --profile; frontier mixes all.
     """
-    names = options.policy_names(policies, "--policy")
+    names = named(policies)
     options.check_outputs(out, FILES, None)
     first, *others = [part.strip() for part in profile.split(",")]
     setting = options.setting(
@@ -253,15 +320,20 @@ def bakeoff(
         f"steps, ${setting.usd_per_gpu_hour:g} a GPU-hour; simulated; functions start {start}; static "
         "policies with the number of actors that is best for each in hindsight",
         [heading for heading, _ in HEADINGS],
-        [[row[name] for _, name in HEADINGS] for row in rows],
+        [
+            [f"{row['policy']}{'' if row['synchronous'] else ' *'}", *(row[name] for _, name in HEADINGS[1:])]
+            for row in rows
+        ],
     )
-    print(f"bound on {data.tp} GPUs an actor: {bound[0]:.4g} s, {bound[1]:.4g} decode GPU-s a step")
+    print(f"bound of a synchronous step, {data.tp} GPUs an actor: {bound[0]:.4g} s, {bound[1]:.4g} decode GPU-s a step")
     print(f"undominated in generation time and held GPU-s: {', '.join(front)}")
-    for name in dict.fromkeys(entry.name.removeprefix(ORACLE) for entry in entries):
-        if name in PEERS:
-            peer = PEERS[name]
-            kind = "" if peer.synchronous else "; NOT SYNCHRONOUS: not to be judged by its gain alone"
-            print(f"{name}: {peer.paper}{kind}. Here: {peer.assumed}")
+    print("* not synchronous: beside the others for its place, not for its gain")
+    for entry in entries:
+        if peer := PEERS.get(entry.name.removeprefix(ORACLE)):
+            kind = "" if peer.gives_up is None else f"; * {peer.gives_up}"
+            print(f"{entry.name}: {peer.paper}{kind}. Here: {peer.assumed}")
+        if isinstance(entry.done, rounds.RoundsRun):
+            print(f"{entry.name}, all prompts delivered in {len(entry.done.records)} steps: {told(entry.done)}")
     print(f"written to {folder}: {', '.join(FILES)}")
 
 

@@ -61,6 +61,8 @@ class Setting:
     """What policies that choose on the time-cost frontier are asked for; None for its knee."""
     planner_profile: Profile | None = None
     """Latencies that the planner believes, where they are not the true ones."""
+    planner_profiles: tuple[Profile, ...] = ()
+    """Likewise at the sizes of `profiles`, in its order."""
     estimator: Callable[[Mapping[int, Outcome]], LengthEstimator] | None = None
     """Makes the length estimator of policies that have no oracle, from the true outcomes by step, which an imperfect
     predictor distorts; None for the length history."""
@@ -141,7 +143,7 @@ def simulate(
         estimator=known(outcomes) if known is not None else None,
         seed=setting.seed,
         start=setting.start,
-        profiles=setting.profiles,
+        profiles=setting.planner_profiles or setting.profiles,
         goal=setting.goal,
     )
     world = World(
@@ -183,19 +185,23 @@ def static_ladder(steps: Steps, setting: Setting) -> list[int]:
 
 
 def best_static(
-    name: str, steps: Steps, setting: Setting, tick: Callable[[int], None] = lambda _: None
+    name: str,
+    steps: Steps,
+    setting: Setting,
+    tick: Callable[[int], None] = lambda _: None,
+    carry_out: Callable[..., PolicyRun] = simulate,
 ) -> tuple[int, PolicyRun]:
     """(N, its run): the static number of actors that is best for policy `name` in hindsight over these very steps.
 
     Each feasible rung of `static_ladder` is carried out. The best has the least weighted sum of normalised generation
     time and billed GPU-seconds, with the lambda that the scaling policies plan by: the same question, answered with
-    hindsight. Raises InfeasibleError where no rung is feasible.
+    hindsight. `carry_out` takes what `simulate` takes. Raises InfeasibleError where no rung is feasible.
     """
     rungs, runs = [], []
     problem: InfeasibleError | None = None
     for actors in static_ladder(steps, setting):
         try:
-            runs.append(simulate(name, steps, setting, actors=actors, tick=tick))
+            runs.append(carry_out(name, steps, setting, actors=actors, tick=tick))
             rungs.append(actors)
         except InfeasibleError as error:
             problem = error

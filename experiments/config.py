@@ -88,7 +88,7 @@ class EngineConfig:
     block_size: int
     """Tokens of a KV block."""
     kv_cache_bytes: int | None = None
-    """Memory for KV; absent (GPUs only): vLLM's choice."""
+    """Memory for KV on each of its GPUs; absent (GPUs only): vLLM's choice."""
 
     def __post_init__(self) -> None:
         _at_least_one(self, "engine", "max_model_len", "max_slots", "max_batched_tokens", "block_size")
@@ -151,18 +151,29 @@ class ProfileConfig:
 
     source: str
     """`measure`, the name of a shipped profile, or a profile file."""
+    others: tuple[str, ...] = ()
+    """Names or files of profiles of the same model at other tensor-parallel sizes, for policies that mix them; not with
+    `measure`."""
+    sizes: tuple[int, ...] | None = None
+    """Tensor-parallel sizes that are measured, the first for all but policies that mix them; absent: 1. This and the
+    next three are for `measure` alone."""
     batches: tuple[int, ...] | None = None
-    """Batches at which decoding is measured, the last `engine.max_slots`; absent: the default of `backends.measure`.
-    This and the next two are for `measure` alone."""
+    """Batches at which decoding is measured, the last `engine.max_slots`; absent: the default of `backends.measure`."""
     contexts: tuple[int, ...] | None = None
     """Contexts at which decoding is measured, in tokens."""
     limit_s: float | None = None
     """Seconds after which measuring begins no point any more."""
 
     def __post_init__(self) -> None:
-        given = [name for name in ("batches", "contexts", "limit_s") if getattr(self, name) is not None]
+        given = [name for name in ("sizes", "batches", "contexts", "limit_s") if getattr(self, name) is not None]
         if given and self.source != MEASURE:
             raise InputError(f'profile.{given[0]}: only for source = "{MEASURE}", not {self.source!r}')
+        if self.others and self.source == MEASURE:
+            raise InputError(f'profile.others: not for source = "{MEASURE}"; sizes says which are measured')
+        if self.sizes is not None and not (
+            self.sizes and min(self.sizes) >= 1 and len(set(self.sizes)) == len(self.sizes)
+        ):
+            raise InputError(f"profile.sizes: {list(self.sizes)} must be different whole numbers, each at least 1")
         for name in ("batches", "contexts"):
             grid = getattr(self, name)
             if grid is not None and (not grid or min(grid) < 1 or list(grid) != sorted(set(grid))):

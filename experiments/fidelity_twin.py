@@ -13,8 +13,9 @@ from rlhfless.types.arrays import floats
 from rlhfless.types.cluster import Cluster
 from rlhfless.types.plan import MigrationSpec
 from rlhfless.types.profile import Profile
+from sim.actor import Actor
 from sim.engine import Batch, Engine, prefill_timer
-from sim.generation import Actor, Generation
+from sim.generation import Generation
 from sim.network import Links
 from sim.profiles import load
 from traces.synthesize import synthesize
@@ -104,7 +105,11 @@ def _both(reference: Any, seed: int, rule: MigrationSpec | None) -> tuple[list[f
             )  # fmt: skip
             worker.queue.append(responses[number])
         workers.append(worker)
-    generation = Generation(rule, batch, actors, Links(cluster=cluster), lambda _, now: now)
+
+    def at_once(_: Actor, now_s: float) -> float:
+        return now_s
+
+    generation = Generation(rule, batch, actors, Links(cluster=cluster), at_once, at_once, at_once)
     generation.run()
     reference.TokenByToken(rule, workers, Links(cluster=cluster)).run()
-    return list(generation.end_s), [float(responses[number].end_s) for number in sorted(responses)]
+    return list(generation.ledger.end_s), [float(responses[number].end_s) for number in sorted(responses)]

@@ -268,26 +268,35 @@ def _further(works: Mapping[str, Work], logged: tuple[verl.LoggedStep, ...], mea
     ]  # fmt: skip
 
 
+FORWARD, UPDATE = "old_log_prob", "update_actor"
+"""What a step spends on learning. The run has no reference model and no critic; rewards and advantages take 2 s of a
+step's 400 and are no work of the GPUs."""
+
+
 def _learning(logged: tuple[verl.LoggedStep, ...], given: IntArray, held: IntArray) -> list[Evidence]:
-    """The learner's model is in proportion to tokens; its one factor is fitted like the others."""
+    """The learner, fitted like the others: in proportion to tokens, and with fixed seconds of each pass beside it."""
     tokens = floats([each.metric("perf/total_num_tokens") for each in logged])
-    parameters = float(model_shape(MODEL).parameters)
-    flops = floats([Training().forward_s(parameters, each, GPUS[GPU], ENGINES * TP) for each in tokens])
+    forward_s, update_s = (floats([each.metric(f"timing_s/{name}") for each in logged]) for name in (FORWARD, UPDATE))
+    parameters, gpu, gpus = float(model_shape(MODEL).parameters), GPUS[GPU], ENGINES * TP
     found = []
-    for name in ("old_log_prob", "update_actor"):
-        measured_s = floats([each.metric(f"timing_s/{name}") for each in logged])
-        factor = float(np.median(measured_s[given] / flops[given]))
-        for predictor, predicted in (
-            ("simulator's learner", factor * flops),
-            ("line in tokens", line((tokens,), measured_s, given)),
+    for name, fixed in (("in proportion to tokens", False), ("fixed seconds and tokens", True)):
+        fit = Training.fitted(
+            parameters, tokens[given], forward_s[given], update_s[given], gpu, gpus, fixed=fixed
+        )  # fmt: skip
+        forward = floats([fit.forward_s(parameters, each, gpu, gpus) for each in tokens])
+        update = floats([fit.update_s(parameters, each, gpu, gpus) for each in tokens])
+        for quantity, predicted, measured, scope in (
+            (FORWARD, forward, forward_s, f"MFU {fit.forward_mfu:.2f} of {GPU} beside {fit.forward_fixed_s:.1f} s"),
+            (UPDATE, update, update_s, f"MFU {fit.train_mfu:.2f} of {GPU} beside {fit.update_fixed_s:.1f} s"),
+            (f"{FORWARD} + {UPDATE}", forward + update, forward_s + update_s, "both passes"),
         ):
             found.append(
                 compared(
-                    floats(predicted[held]), floats(measured_s[held]), against=AGAINST, predictor=predictor,
-                    quantity=name, scope="in proportion to tokens, one factor fitted on every tenth step",
+                    floats(predicted[held]), floats(measured[held]), against=AGAINST, predictor=f"simulator, {name}",
+                    quantity=quantity, scope=f"fitted on every tenth step: {scope}",
                 )
             )  # fmt: skip
-    return found
+    return [row for pair in zip(found[:3], found[3:], strict=True) for row in pair]
 
 
 def _implied_flops(step: verl.LoggedStep) -> float:

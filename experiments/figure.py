@@ -226,7 +226,7 @@ def show(figure: Figure, asked: Asked, result: Result, folder: Path) -> None:
     print_table(
         f"mean over {asked.seeds} seeds; files hold 95 % intervals",
         [heading for heading, _, _ in result.columns],
-        [[_scaled(each.get(name), factor) for _, name, factor in result.columns] for each in result.rows],
+        [[scaled(each.get(name), factor) for _, name, factor in result.columns] for each in result.rows],
     )
     for remark in result.remarks:
         print(remark)
@@ -242,7 +242,8 @@ def described(asked: Asked) -> str:
     )
 
 
-def _scaled(value: Cell, factor: float) -> Cell:
+def scaled(value: Cell, factor: float) -> Cell:
+    """A cell as printed tables of rows show it."""
     return round(value * factor, 3) if isinstance(value, float) else value
 
 

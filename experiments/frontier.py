@@ -232,9 +232,9 @@ def main(
 ) -> None:
     """Plan steps on the time-cost frontier and compare every policy with it, in the last step of a trace.
 
-    Policies of one size of actor use the first of --profile; frontier mixes all. What is asked of frontier: --weight,
-    --deadline or --budget; without any, the knee, at which one percent of time costs one percent of money, no slower
-    and no dearer than the paper's equal groups.
+    Policies of one size of actor use the first of --profile; elastic and frontier choose among all. What is asked of
+    frontier: --weight, --deadline or --budget; without any, the knee, at which one percent of time costs one percent of
+    money, no slower and no dearer than the paper's equal groups.
     """
     names = options.policy_names(policies, "--policies")
     options.check_outputs(out, FILES, None)

@@ -70,7 +70,7 @@ STYLE: dict[Any, Any] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleRow:
-    """One policy's means over steps at one cluster size and response cap."""
+    """One policy at one cluster size and response cap; series over seeds, of means over steps."""
 
     gpus: int
     """GPUs of the cluster."""
@@ -78,16 +78,14 @@ class ScaleRow:
     """Cap on a response's length."""
     policy: str
     """Name of the policy."""
-    generation_s: float
+    generation_s: Series
     """Duration of generation."""
-    step_s: float
+    step_s: Series
     """Duration of the step."""
-    executed_gpu_s: float
+    executed_gpu_s: Series
     """GPU-seconds of work."""
-    held_gpu_s: float
+    held_gpu_s: Series
     """GPU-seconds held."""
-    usd: float
-    """Price of the GPU-seconds held."""
 
 
 MEASURES = (
@@ -224,8 +222,8 @@ def scale_figure(rows: Sequence[ScaleRow], path: Path, ours: str, baseline: str)
     (a) Generation time by GPUs, a colour for each response cap: `ours` drawn through, `baseline` dashed.
     (b) Every policy's time and cost relative to the baseline, mean over sizes and caps.
 
-    Raises InputError for no rows, a policy that has none, two rows for one point, or a size and cap at which a policy
-    ran and the baseline did not.
+    Bars are 95 % intervals over seeds, where there is more than one. Raises InputError for no rows, a policy that has
+    none, two rows for one point, or a size and cap at which a policy ran and the baseline did not.
     """
     points = _points(rows, ours, baseline)
     caps = sorted({row.cap_tokens for row in rows})
@@ -237,8 +235,11 @@ def scale_figure(rows: Sequence[ScaleRow], path: Path, ours: str, baseline: str)
             colour, marker = POLICY_COLOURS[number % len(POLICY_COLOURS)], MARKERS[number % len(MARKERS)]
             for policy, style, fill in ((ours, "-", colour), (baseline, "--", "white")):
                 line = [points[policy, gpus, cap] for gpus in sizes if (policy, gpus, cap) in points]
-                x, y = [row.gpus for row in line], [row.generation_s for row in line]
-                time.plot(x, y, style, color=colour, marker=marker, markersize=4.5, markerfacecolor=fill, linewidth=1.3)
+                time.errorbar(
+                    [row.gpus for row in line], [row.generation_s.mean for row in line],
+                    yerr=_bars([row.generation_s for row in line]), linestyle=style, color=colour,
+                    marker=marker, markersize=4.5, markerfacecolor=fill, linewidth=1.3, elinewidth=0.8, capsize=2,
+                )  # fmt: skip
         _scale_axes(time, sizes)
         _scale_legends(time, caps, ours, baseline)
         _ratios(figure.add_subplot(grid[0, 1]), points, baseline)
@@ -255,7 +256,7 @@ def _points(rows: Sequence[ScaleRow], ours: str, baseline: str) -> Points:
         if key in points:
             raise InputError(f"figure: two rows for {row.policy} at {row.gpus} GPUs and {row.cap_tokens} tokens")
         points[key] = row
-        if not min(getattr(row, name) for _, name in MEASURES) > 0:
+        if not min(getattr(row, name).values.min() for _, name in MEASURES) > 0:
             raise InputError(
                 f"figure: {row.policy} at {row.gpus} GPUs and {row.cap_tokens} tokens: a time or cost of 0"
             )
@@ -267,6 +268,12 @@ def _points(rows: Sequence[ScaleRow], ours: str, baseline: str) -> Points:
         if (baseline, gpus, cap) not in points:
             raise InputError(f"figure: {policy} ran at {gpus} GPUs and {cap} tokens, the baseline {baseline} did not")
     return points
+
+
+def _bars(series: Sequence[Series]) -> list[float] | None:
+    """Half widths of intervals; None where there is a single seed."""
+    found = [each.half_width for each in series]
+    return None if None in found else [each for each in found if each is not None]
 
 
 def _scale_axes(time: "Axes", sizes: Sequence[int]) -> None:
@@ -305,18 +312,19 @@ def _ratios(axes: "Axes", points: Points, baseline: str) -> None:
     for row in range(len(policies)):
         axes.axhline(row, color="#EEEEEE", linewidth=0.8, zorder=0)
     for number, (label, name) in enumerate(MEASURES):
-        means = [
-            np.mean(
-                [
-                    getattr(point, name) / getattr(points[baseline, gpus, cap], name)
-                    for (who, gpus, cap), point in points.items()
-                    if who == policy
-                ]
-            )
+        ratios = [
+            [
+                getattr(point, name).values / getattr(points[baseline, gpus, cap], name).values
+                for (who, gpus, cap), point in points.items()
+                if who == policy
+            ]
             for policy in policies
         ]
+        over_seeds = [Series(values=np.mean(each, axis=0)) for each in ratios]
         style: dict[str, Any] = {"color": POLICY_COLOURS[number], "marker": MARKERS[number], "linestyle": "none"}
-        axes.plot(means, range(len(policies)), markersize=5.5, label=label.replace("\n", " "), **style)
+        means, bars = [each.mean for each in over_seeds], _bars(over_seeds)
+        told = label.replace("\n", " ")
+        axes.errorbar(means, range(len(policies)), xerr=bars, markersize=5.5, elinewidth=0.8, label=told, **style)
     axes.axvline(1, color=BLACK, linewidth=0.6, linestyle=":", zorder=0)
     axes.set_yticks(range(len(policies)), policies, fontsize=8)
     axes.tick_params(axis="y", length=0)

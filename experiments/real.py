@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from backends.cluster import RayConfig
 from backends.environment import prepare
+from backends.ray_config import RayConfig
 from backends.ray_executor import RayExecutor
 from backends.tiny import make_tiny
 from experiments import tasks
@@ -56,6 +56,8 @@ class Bench:
     """Prompts of an epoch and the lengths of their reference answers."""
     profile: Profile
     """What the planner reads."""
+    profiles: tuple[Profile, ...]
+    """The same model at other tensor-parallel sizes, for policies that mix them."""
     cluster: Cluster
     """What plans may use."""
     usd_per_gpu_hour: float
@@ -98,6 +100,7 @@ class Bench:
             learner_gpus=asked.learner_gpus,
             seed=self.config.seed,
             start=asked.start,
+            profiles=self.profiles,
         )
 
     def executor(self, lengths: Callable[[Workload], Outcome] | None = None) -> RayExecutor:
@@ -149,15 +152,16 @@ def open_bench(
     cluster = config.cluster.cluster
     model = model_folder(config, folder, engines)
     tokenizer = load_tokenizer(model) if Path(model).is_dir() else Words()
-    profile = profile_of(config, model, folder)
+    profile, *others = profiles_of(config, model, folder)
     if profile.data.gpu != cluster.gpu.name:
         raise InputError(
             f"profile.source: {profile.data.name} is of {profile.data.gpu}, cluster.gpu is {cluster.gpu.name}"
         )
-    for name in ("max_slots", "max_batched_tokens"):
-        assumed, own = getattr(profile.data, name), getattr(config.engine, name)
-        if assumed > own:
-            raise InputError(f"engine.{name}: {own} is below the {assumed} of profile {profile.data.name}")
+    for each in (profile, *others):
+        for name in ("max_slots", "max_batched_tokens"):
+            assumed, own = getattr(each.data, name), getattr(config.engine, name)
+            if assumed > own:
+                raise InputError(f"engine.{name}: {own} is below the {assumed} of profile {each.data.name}")
     price = config.cluster.usd_per_gpu_hour
     return Bench(
         config=config,
@@ -166,6 +170,7 @@ def open_bench(
         tokenizer=tokenizer,
         problems=(find or problems_of)(config, prompts, tokenizer),
         profile=profile,
+        profiles=tuple(others),
         cluster=cluster,
         usd_per_gpu_hour=cluster.gpu.usd_per_hour if price is None else price,
     )
@@ -193,17 +198,25 @@ def warm_model(folder: Path, seed: int, updates: int) -> Path:
         return warm_start(folder, tasks.example, tasks.recipe(), seed=seed, updates=updates, tick=tick)
 
 
-def profile_of(config: Config, model: str, folder: Path) -> Profile:
-    """The profile: shipped, from a file, or measured now, in a process of its own."""
-    if config.profile.source != MEASURE:
-        return load_profile(config.profile.source)
+def profiles_of(config: Config, model: str, folder: Path) -> list[Profile]:
+    """The profiles, each of another size: shipped, from files, or measured now, each in a process of its own."""
+    asked = config.profile
+    if asked.source != MEASURE:
+        return [load_profile(name) for name in (asked.source, *asked.others)]
     if config.engine.device != "cpu":
         raise InputError(
             'profile.source: "measure" is for engines on CPUs; measure a GPU with python -m backends.measure'
         )
-    out, engine, asked = folder / "profile.json", config.engine, config.profile
+    first, *others = asked.sizes or (1,)
+    outs = {first: folder / "profile.json"} | {tp: folder / f"profile-tp{tp}.json" for tp in others}
+    return [_measured(config, model, tp, out) for tp, out in outs.items()]
+
+
+def _measured(config: Config, model: str, tp: int, out: Path) -> Profile:
+    engine, asked = config.engine, config.profile
     options_of = {
         "--model": model,
+        "--tp": tp,
         "--out": out,
         "--dtype": engine.dtype,
         "--max-slots": engine.max_slots,

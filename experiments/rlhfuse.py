@@ -10,7 +10,8 @@ from experiments.bench import PolicyRun, beside, bounds, simulate
 from experiments.figure import Claim, Figure, Result
 from experiments.study import GRPO, PPO, STATIC, Asked, Lengths, Means, Measures
 from rlhfless.commands import run
-from rlhfless.scheduler.policies import GLOBAL_CUT_SHARE, policy
+from rlhfless.scheduler.migration import GLOBAL_CUT
+from rlhfless.scheduler.policies import policy
 from rlhfless.types.report import WORK
 
 PAPER_SAVING = 0.128
@@ -33,9 +34,16 @@ def job(asked: Asked, lengths: Lengths, seed: int) -> dict[str, Measures]:
         name: simulate(name, steps, fair, actors=STATIC) for name in (RELEASED, "raw", OURS, f"oracle:{OURS}")
     }
     found = {name: study.measures(each, bound, runs[RELEASED]) | busy(each) for name, each in runs.items()}
-    for each in found.values():
+    for name, each in found.items():
+        each["cut_share"] = cut_share(runs[name])
         each["held_saving_reserved"] = 1 - each["held_gpu_s"] / found[RESERVED]["held_gpu_s"]
     return found
+
+
+def cut_share(each: PolicyRun) -> float:
+    """Mean over the steps of the share of responses left at which a global cut falls; 0 where there is none."""
+    rules = [(record.plan.migration, record.plan.responses) for record in each.records]
+    return float(np.mean([rule.value / count if rule and rule.kind == GLOBAL_CUT else 0.0 for rule, count in rules]))
 
 
 def busy(each: PolicyRun) -> Measures:
@@ -100,7 +108,7 @@ def rlhfuse(asked: Asked) -> Result:
 
 COLUMNS: tuple[figure.Column, ...] = (
     *figure.COLUMNS, *((f"actor {place + 1} works s", f"busy_{place}", 1.0) for place in range(STATIC)),
-    ("cuts", "cuts", 1), ("moves", "moves", 1),
+    ("cut at % left", "cut_share", 100), ("cuts", "cuts", 1), ("moves", "moves", 1),
 )  # fmt: skip
 
 
@@ -109,7 +117,7 @@ def _remarks(lengths: Lengths, policies: dict[str, Means]) -> list[str]:
     decode = other["decode_gpu_s"].mean / other["held_gpu_s"].mean
     return [
         f"{lengths.label}: {OURS} decodes with {100 * ours['decode_saving'].mean:.1f} % fewer GPU-seconds than a "
-        f"global cut at {100 * GLOBAL_CUT_SHARE:.0f} % left and moves {ours['moves'].mean:.1f} responses a step "
+        f"global cut at {100 * other['cut_share'].mean:.0f} % left and moves {ours['moves'].mean:.1f} responses a step "
         f"instead of {other['moves'].mean:.1f}; decoding is {100 * decode:.0f} % of the GPU-seconds held, which "
         f"leaves {100 * ours['held_saving'].mean:.1f} % in all",
         figure.bound_remark(lengths.label, policies),

@@ -19,14 +19,13 @@ from experiments.real import Bench, RealStep, open_bench, recorded
 from experiments.tasks import Task
 from experiments.train_beside import Beside, savings
 from experiments.train_log import FIGURE, METRICS, Log, Row, held_out_error, read_rows, step_row
-from experiments.train_parts import about, learner_of, options_of, parts, reward_of, tasks_of
+from experiments.train_parts import about, learner_of, memory, options_of, parts, remember, reward_of, tasks_of
 from experiments.train_plot import train_figure
 from rlhfless.accounting.billing import bill, total
 from rlhfless.commands import run
 from rlhfless.driver import StepRecord
 from rlhfless.driver import run as drive
 from rlhfless.errors import InputError
-from rlhfless.scheduler.lengths import HistoryEstimator, LengthHistory
 from rlhfless.scheduler.policies import policy
 from rlhfless.types.arrays import floats, ints
 from rlhfless.types.plan import Plan
@@ -38,8 +37,8 @@ if TYPE_CHECKING:
     from backends.ray_executor import RayExecutor
     from backends.training import Training
 
-CHECKPOINTS, LENGTHS = "checkpoints", "lengths.json"
-"""Folder of the checkpoints, and the length history in each."""
+CHECKPOINTS = "checkpoints"
+"""Their folder."""
 TRACE = "trace.parquet"
 """Recorded trace, unless --record names another file."""
 FILES = (METRICS, "train.json", FIGURE, "gantt.png")
@@ -93,10 +92,7 @@ class Run:
         if newest is None:
             raise InputError(f"--resume: {self.root} holds no checkpoint")
         found = checkpoint.read(newest, self.about)
-        estimator = self.planner.estimator
-        if isinstance(estimator, HistoryEstimator):
-            history = LengthHistory.from_json(found.text(LENGTHS), str(newest / LENGTHS))
-            self.planner.estimator = HistoryEstimator(history)
+        remember(self.planner, found)
         self.first = found.steps
         self.rows = [row for row in read_rows(self.bench.folder / METRICS) if int(str(row["step"])) < found.steps]
         return found
@@ -186,10 +182,8 @@ class Run:
         write_atomic(folder / "scores" / file, json_text(scores))
 
     def _checkpoint(self, training: "Training", steps: int) -> None:
-        texts = {}
-        if isinstance(self.planner.estimator, HistoryEstimator):
-            texts[LENGTHS] = self.planner.estimator.history.to_json()
-        checkpoint.write(self.root, steps, self.about, training.save, texts, self.train.checkpoints)
+        kept = memory(self.planner)
+        checkpoint.write(self.root, steps, self.about, training.save, kept, self.train.checkpoints)
 
 
 def _file(workload: Workload) -> str:

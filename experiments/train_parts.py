@@ -3,10 +3,14 @@
 from pathlib import Path
 from typing import Any
 
+from backends.checkpoint import Checkpoint
 from experiments import tasks
 from experiments.config import Config, LearnerConfig, TrainConfig
 from experiments.tasks import Task
 from rlhfless.errors import InputError
+from rlhfless.scheduler.learned import Learned
+from rlhfless.scheduler.lengths import HistoryEstimator, LengthHistory
+from rlhfless.scheduler.planner import Planner
 from traces.importers.tokenizers import Tokenizer
 
 
@@ -66,6 +70,26 @@ def about(config: Config) -> dict[str, Any]:
         "steps_per_epoch": workload.steps_per_epoch,
         "reward": learner.reward,
     }
+
+
+LENGTHS, LEARNED = "lengths.json", "planner.json"
+"""Of a checkpoint: the length history, and what else the planner has learned."""
+
+
+def memory(planner: Planner) -> dict[str, str]:
+    """Files of a checkpoint that a planner needs to go on."""
+    texts = {LEARNED: planner.learned.to_json()}
+    if isinstance(planner.estimator, HistoryEstimator):
+        texts[LENGTHS] = planner.estimator.history.to_json()
+    return texts
+
+
+def remember(planner: Planner, found: Checkpoint) -> None:
+    """Let a planner go on from a checkpoint. Raises SchemaError or InputError for one that it cannot go on from."""
+    planner.relearn(Learned.from_json(found.text(LEARNED), str(found.folder / LEARNED)))
+    if isinstance(planner.estimator, HistoryEstimator):
+        where = str(found.folder / LENGTHS)
+        planner.estimator = HistoryEstimator(LengthHistory.from_json(found.text(LENGTHS), where))
 
 
 def parts(config: Config) -> tuple[LearnerConfig, TrainConfig]:

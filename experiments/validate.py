@@ -33,7 +33,7 @@ from rlhfless.types.profile import Profile
 from rlhfless.types.report import Activity
 from rlhfless.types.workload import Workload
 from sim.executor import SimExecutor
-from sim.profiles.calibrate import LEAST, Calibration, Observation, calibrate, summary
+from sim.profiles.calibrate import LEAST, Calibration, Observation, calibrate, calibrated, summary
 from sim.world import World
 from traces.format import Trace
 from traces.load import steps as steps_of
@@ -152,13 +152,14 @@ def conditions(pairs: Sequence[Pair]) -> Conditions:
     return Conditions(start_s=typical("start-up"), weights_s=typical("wait-weights"))
 
 
-def told(profile: Profile, cluster: Cluster, known: Conditions) -> tuple[Profile, Cluster]:
-    """Profile and cluster with the measured conditions: a start, and a link over which weights take their time."""
+def told(profiles: Sequence[Profile], cluster: Cluster, known: Conditions) -> tuple[tuple[Profile, ...], Cluster]:
+    """Profiles and cluster with the measured conditions: a start, and a link over which weights take their time."""
+    bytes_per_s = profiles[0].data.weight_bytes / known.weights_s
     hosts = tuple(
-        replace(host, local=replace(host.local, latency_s=0.0, bytes_per_s=profile.data.weight_bytes / known.weights_s))
-        for host in cluster.hosts
+        replace(host, local=replace(host.local, latency_s=0.0, bytes_per_s=bytes_per_s)) for host in cluster.hosts
     )
-    return Profile(data=replace(profile.data, warm_start_s=known.start_s)), replace(cluster, hosts=hosts)
+    started = tuple(Profile(data=replace(profile.data, warm_start_s=known.start_s)) for profile in profiles)
+    return started, replace(cluster, hosts=hosts)
 
 
 def observations(pair: Pair) -> list[Observation]:
@@ -181,18 +182,25 @@ def observations(pair: Pair) -> list[Observation]:
     return found
 
 
-def to_calibrate_on(pairs: Sequence[Pair]) -> Pair | None:
-    """The first scored run in which no response moved and that has enough actors; None where there is none."""
+def to_calibrate_on(pairs: Sequence[Pair], tp: int) -> Pair | None:
+    """The first scored run in which no response moved and that has enough actors, all of `tp` GPUs; None where there is
+    none."""
     for pair in pairs:
-        if pair.workload.step >= UNSCORED and not pair.measured.moves.any() and len(pair.plan.actors) >= LEAST:
+        scored = pair.workload.step >= UNSCORED and not pair.measured.moves.any()
+        if scored and pair.plan.sizes == (tp,) and len(pair.plan.actors) >= LEAST:
             return pair
     return None
 
 
-def predict(pairs: Sequence[Pair], steps: Steps, profile: Profile, cluster: Cluster) -> list[Pair]:
-    """The same plans in the simulator, each run of a policy from its start."""
+def predict(pairs: Sequence[Pair], steps: Steps, profiles: Sequence[Profile], cluster: Cluster) -> list[Pair]:
+    """The same plans in the simulator, each run of a policy from its start; `profiles` of every size of actor."""
     outcomes = {workload.step: outcome for workload, outcome in steps}
-    world = World(profile=profile, outcome_of=lambda workload: outcomes[workload.step], link_efficiency=1.0)
+    world = World(
+        profile=profiles[0],
+        profiles={profile.data.tp: profile for profile in profiles[1:]},
+        outcome_of=lambda workload: outcomes[workload.step],
+        link_efficiency=1.0,
+    )
     found = []
     for pair in pairs:
         if pair.workload.step == steps[0][0].step:
@@ -232,12 +240,13 @@ def run_validate(
     with progress(repeats * len(names) * len(steps), f"{loaded.name}: {len(names)} policies") as tick:
         pairs = measure(bench, steps, names, repeats, tick)
     known = conditions(pairs)
-    seen = to_calibrate_on(pairs)
+    seen = to_calibrate_on(pairs, bench.profile.data.tp)
     fitted = None if seen is None else calibrate(bench.profile, observations(seen))
-    profiles = [bench.profile] if fitted is None else [bench.profile, fitted.profile]
+    measured = (bench.profile, *bench.profiles)
+    sides = [measured] if fitted is None else [measured, tuple(calibrated(each, fitted) for each in measured)]
     raw, *others = (
-        [pair for pair in predict(pairs, steps, *told(profile, bench.cluster, known)) if pair.workload.step >= UNSCORED]
-        for profile in profiles
+        [pair for pair in predict(pairs, steps, *told(side, bench.cluster, known)) if pair.workload.step >= UNSCORED]
+        for side in sides
     )
     report(bench, folder, raw, known, Held(seen=seen, fitted=fitted, pairs=others[0] if others else ()), as_json)
 

@@ -13,8 +13,8 @@ the boundary of two iterations, in this order:
 
 With prefix caching, prompts that have run stay cached as long as nothing needs their space: the free cache favours
 engines that prefill for themselves. KV that was delivered for a queued response, by the prefill actor or by a move,
-waits in host memory until the response is admitted; taking it from there is not timed. KV is counted in tokens; the
-rounding of vLLM's blocks (16 tokens) is left out.
+waits in host memory until the response is admitted; taking it from there is not timed. KV that is there, cached or
+delivered, is used in whole blocks (`ProfileData.kv_block_tokens`); the room that it takes is counted in tokens.
 """
 
 from collections import deque
@@ -204,6 +204,27 @@ class Engine:
         self.used_tokens = self._context_tokens = self._queued_tokens = 0
         return left
 
+    def release(self, responses: Iterable[int]) -> list[int]:
+        """Give up those of `responses` that are here, queued or running; all else stays. Only between stretches."""
+        self.progress()
+        left = []
+        for response in responses:
+            if response in self.running:
+                self._leave(response)
+            elif response in self.waiting:
+                self.waiting.remove(response)
+                self._queued_tokens -= self._context(response)
+                self._loaded.discard(response)
+            else:
+                continue
+            left.append(response)
+        return left
+
+    def hasten(self, response: int) -> None:
+        """A response of the queue is admitted next."""
+        self.waiting.remove(response)
+        self.waiting.appendleft(response)
+
     def _key(self, response: int) -> int:
         """What a response shares its prompt's KV by: its prompt, or nothing (its own number, negative)."""
         return response // self.batch.responses_per_prompt if self.prefix_caching else ~response
@@ -238,24 +259,31 @@ class Engine:
         prompt_tokens = self.batch.prompt_tokens[response // self.batch.responses_per_prompt]
         loaded = response in self._loaded
         self._loaded.discard(response)
-        again = 0 if loaded else own
+        planned = None if loaded else self.first_tokens.get(response)
+        self._pins[key] = self._pins.get(key, 0) + 1
+        cached = key in self._cached
+        if cached:
+            self._cached_tokens -= self._cached.pop(key)
         first = 0
-        if shared:
-            self._pins[key] += 1
+        if loaded or shared or cached:
+            held = prompt_tokens + own if loaded else prompt_tokens
+        elif planned is None or key in self._met:
+            held = 0
         else:
-            self._pins[key] = 1
-            if key in self._cached:
-                self._cached_tokens -= self._cached.pop(key)
-            elif loaded:
-                pass
-            elif key in self._met or response not in self.first_tokens:
-                again += prompt_tokens
-            else:
-                first = self.first_tokens[response]
-            self._met.add(key)
+            held, first = prompt_tokens - planned, planned
+        tokens = self._uncached(prompt_tokens + own, held)
+        if planned and not first and self.batch.first_s[response] < 0:  # what no cache saves, planned as well
+            first = min(planned, tokens, self._uncached(prompt_tokens, prompt_tokens))
+        self._met.add(key)
         self.prefilled_tokens += first
-        self.recomputed_tokens += again
-        return first + again
+        self.recomputed_tokens += tokens - first
+        return tokens
+
+    def _uncached(self, tokens: int, held: int) -> int:
+        """Tokens to compute of a context whose first `held` are there."""
+        size = self.profile.data.kv_block_tokens
+        most = tokens if size == 1 else (tokens - 1) // size * size
+        return tokens - min(held // size * size, most)
 
     def _leave(self, response: int, *, keep: bool = True) -> None:
         """Take a response out of its slot; `keep` its prompt in the cache."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import cycle
 
 import numpy as np
@@ -9,15 +10,16 @@ import numpy as np
 from rlhfless.errors import InputError
 from rlhfless.executor import Life
 from rlhfless.rng import stream
-from rlhfless.types.arrays import floats, ints
+from rlhfless.types.arrays import BoolArray, floats, ints
 from rlhfless.types.cluster import Cluster, ClusterState
 from rlhfless.types.outcome import Outcome
 from rlhfless.types.plan import Plan
 from rlhfless.types.report import SCHEMA, Activity, Counters, Phase, StepReport
 from rlhfless.types.workload import Workload
+from sim.actor import Actor
 from sim.engine import Batch, Engine, prefill_timer
 from sim.functions import Starter
-from sim.generation import Actor, Generation
+from sim.generation import Generation
 from sim.network import Links
 from sim.world import World
 
@@ -93,12 +95,13 @@ class _Step:
         self.world, self.cluster = executor.world, executor.cluster
         self.profile = self.world.profile
         self.links = Links(cluster=self.cluster, efficiency=self.world.link_efficiency)
-        responses = plan.responses
+        responses, begun_of = plan.responses, self.world.begun_of
+        self.trained: BoolArray | None = None
         self.batch = Batch(
             prompt_tokens=workload.prompt_tokens.tolist(),
             responses_per_prompt=plan.responses_per_prompt,
             target=outcome.response_tokens.ravel().tolist(),
-            generated=[0] * responses,
+            generated=[0] * responses if begun_of is None else begun_of(workload).ravel().tolist(),
             first_s=[-1.0] * responses,
         )
         past_s = executor._past_learning_s
@@ -127,9 +130,19 @@ class _Step:
         gathered_s = self.links.gather(owners, size_bytes, 0.0)
         prefill_end_s = self._prefill(owners, gathered_s)
         actors = self._actors(self._weights(owners, gathered_s, prefill_end_s), prefill_end_s)
-        generation = Generation(self.plan.migration, self.batch, actors, self.links, self._restart)
+        generation = Generation(
+            self.plan.migration,
+            self.batch,
+            actors,
+            self.links,
+            self._restart,
+            self._start,
+            self._load,
+            None if self.world.enough is None else partial(self.world.enough, self.workload),
+        )
         failures = [(f.actor, f.time_s) for f in self.world.failures if f.step == self.plan.step]
         generated_s = generation.run(failures)
+        self.trained = generation.chosen
         self.lives.extend(generation.lives)
         if self.plan.hosting != "serverless":
             for actor in actors:
@@ -182,9 +195,12 @@ class _Step:
         learner = set(placement.learner)
         actors = []
         for index, (planned, gpus) in enumerate(zip(self.plan.actors, placement.decode, strict=True)):
+            reserved = not planned.responses.size
             after_prefill = self.plan.prefill is not None and not learner.isdisjoint(gpus)
             free_s = prefill_end_s if after_prefill else min(0.0, self._free_s(gpus))
-            life, ready_s = self.starters[planned.tp].start("decode", gpus, index, needed_s=0.0, free_s=free_s)
+            life, ready_s = Life(function="decode", index=index, gpus=gpus, at_s=0.0), 0.0
+            if not reserved:
+                life, ready_s = self.starters[planned.tp].start("decode", gpus, index, needed_s=0.0, free_s=free_s)
             waits: list[tuple[float, Activity]] = [(ready_s, "start-up"), (weights_s[index], "wait-weights")]
             if self.plan.prefill is not None:
                 waits.append((kv_s[index], "wait-kv"))
@@ -197,10 +213,19 @@ class _Step:
                 first_tokens=dict(zip(planned.responses.tolist(), planned.prefill_tokens.tolist(), strict=True)),
                 slowdown=self.slowness[index],
             )
-            engine.submit(planned.responses.tolist())
+            target, generated = self.batch.target, self.batch.generated
+            engine.submit(r for r in planned.responses.tolist() if generated[r] < target[r])
             start_s = max(time_s for time_s, _ in waits)
             actors.append(
-                Actor(index=index, host=hosts[index], engine=engine, life=life, start_s=start_s, waits=tuple(waits))
+                Actor(
+                    index=index,
+                    host=hosts[index],
+                    engine=engine,
+                    life=life,
+                    start_s=start_s,
+                    waits=() if reserved else tuple(waits),
+                    state="reserved" if reserved else "working",
+                )
             )
         return actors
 
@@ -213,10 +238,15 @@ class _Step:
         """
         size_bytes, placement = self.profile.data.weight_bytes, self.plan.placement
         hosts = [int(self.cluster.host_of[gpus[0]]) for gpus in placement.decode]
-        arrivals = self.links.broadcast(owners, hosts, size_bytes, gathered_s)
+        reserved = [not actor.responses.size for actor in self.plan.actors]
+        begin = [host for host, later in zip(hosts, reserved, strict=True) if not later]
+        arrivals = self.links.broadcast(owners, begin, size_bytes, gathered_s)
         learner, served = set(placement.learner), set(owners)
         times = []
         for index, (host, gpus) in enumerate(zip(hosts, placement.decode, strict=True)):
+            if reserved[index]:
+                times.append(gathered_s)
+                continue
             if self.plan.prefill is not None and learner.issuperset(gpus):
                 times.append(prefill_end_s)
             elif host not in served or (index == 0 and self.plan.prefill is None and not learner.isdisjoint(gpus)):
@@ -240,7 +270,7 @@ class _Step:
         shares = not set(self.plan.placement.decode[0]).isdisjoint(self.plan.placement.learner)
         times = []
         for index, (actor, host) in enumerate(zip(self.plan.actors, hosts, strict=True)):
-            if index == 0 and shares:
+            if (index == 0 and shares) or not actor.responses.size:
                 times.append(prefill_end_s)
                 continue
             prompts = np.unique(actor.responses // self.plan.responses_per_prompt)
@@ -262,6 +292,18 @@ class _Step:
         weights_s = self.links.send(source, actor.host, self.profile.data.weight_bytes, ready_s)
         actor.life.until(weights_s, "wait-weights")
         return weights_s
+
+    def _start(self, actor: Actor, now_s: float) -> float:
+        """A reserve actor's process; when it is there."""
+        planned, gpus = self.plan.actors[actor.index], actor.life.gpus
+        starter = self.starters[planned.tp]
+        actor.life, ready_s = starter.start_now("decode", gpus, actor.index, now_s=now_s, free_s=self._free_s(gpus))
+        return ready_s
+
+    def _load(self, actor: Actor, now_s: float) -> float:
+        """The weights go from the learner to an actor that starts late; when they have arrived."""
+        source = int(self.cluster.host_of[self.plan.placement.learner[0]])
+        return self.links.send(source, actor.host, self.profile.data.weight_bytes, now_s)
 
     def _prepare(self, generated_s: float) -> float:
         """Reward, reference, critic: side by side, or in turn where they share GPUs."""
@@ -295,8 +337,10 @@ class _Step:
         return end_s
 
     def _tokens(self) -> float:
-        """Tokens that preparation and learning read: each response with its prompt."""
-        return float(sum(self.batch.prompt_tokens) * self.plan.responses_per_prompt + sum(self.batch.target))
+        """Tokens that preparation and learning read: each response that the step trains on, with its prompt."""
+        prompts = np.repeat(self.batch.prompt_tokens, self.plan.responses_per_prompt)
+        lengths = prompts + np.array(self.batch.target)
+        return float(lengths.sum() if self.trained is None else lengths[self.trained].sum())
 
     def _report(self, generation: Generation, actors: list[Actor], ends_s: tuple[float, float, float]) -> StepReport:
         plan, prefill = self.plan, self.plan.prefill
@@ -315,7 +359,7 @@ class _Step:
             responses_per_prompt=plan.responses_per_prompt,
             tokens=ints(self.batch.generated),
             first_s=floats(self.batch.first_s),
-            end_s=floats(generation.end_s),
+            end_s=floats(generation.ledger.end_s),
             actor=ints(generation.actor_of),
             moves=ints(generation.moves),
             invocations=tuple(i for i in (life.invocation() for life in self.lives) if i is not None),

@@ -35,9 +35,7 @@ class Starter:
         if self.plan.hosting != "serverless":
             begin_s = max(needed_s, free_s)
             return Life(function=function, index=index, gpus=gpus, at_s=begin_s), begin_s
-        data = self.profile.data
-        kept = self.plan.start == "warm" and (self.warm is None or (function, gpus) in self.warm)
-        startup_s = data.warm_start_s if kept else data.cold_start_s
+        startup_s, kept = self._startup(function, gpus)
         asked_s = needed_s
         if self.plan.start != "cold" and function not in self.before_s:
             asked_s = needed_s - startup_s
@@ -50,3 +48,18 @@ class Starter:
         life.until(ready_s, "start-up")
         life.until(needed_s, "early")
         return life, ready_s
+
+    def start_now(
+        self, function: str, gpus: tuple[int, ...], index: int, *, now_s: float, free_s: float
+    ) -> tuple[Life, float]:
+        """The same for a function that nobody has asked for before `now_s`."""
+        begin_s = max(now_s, free_s)
+        life = Life(function=function, index=index, gpus=gpus, at_s=begin_s)
+        ready_s = begin_s + (self._startup(function, gpus)[0] if self.plan.hosting == "serverless" else 0.0)
+        life.until(ready_s, "start-up")
+        return life, ready_s
+
+    def _startup(self, function: str, gpus: tuple[int, ...]) -> tuple[float, bool]:
+        """Seconds of its start, and whether that wakes a process which is kept."""
+        kept = self.plan.start == "warm" and (self.warm is None or (function, gpus) in self.warm)
+        return (self.profile.data.warm_start_s if kept else self.profile.data.cold_start_s), kept

@@ -40,6 +40,8 @@ class Answer:
 
 NEW_TOKENS = 60
 BLOCK = 32
+HEADS = 2
+"""KV heads of the tiny model: parts of a block."""
 
 
 def ids(seed: int, count: int) -> list[int]:

@@ -101,7 +101,7 @@ def make_model(folder: Path) -> Path:
 
 
 def config(model: Path, run_folder: Path, **changes: Any) -> Any:
-    from backends.cluster import RayConfig
+    from backends.ray_config import RayConfig
 
     values: dict[str, Any] = {
         "model": str(model),

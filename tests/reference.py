@@ -9,7 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 
-from rlhfless.scheduler.migration import GenerationView, rule
+import numpy as np
+
+from rlhfless.scheduler.migration import GenerationView, Start, rule
 from rlhfless.types.arrays import ints
 from rlhfless.types.plan import MigrationSpec
 from rlhfless.types.profile import Profile
@@ -52,7 +54,8 @@ class Worker:
     slots_used: list[Response] = field(default_factory=list)
     cached: dict[int, int] = field(default_factory=dict)
     met: set[int] = field(default_factory=set)
-    state: str = "working"
+    state: str = "working"  # in reserve: reserved, starting, idle first
+    startup_s: float = 0.0  # from being asked for until it is idle
     begun: bool = False
     dead: bool = False
     stepping: bool = False
@@ -67,10 +70,16 @@ class Worker:
     seen_generated: int = 0
     generated: int = 0
     woken: bool = False  # something arrived since the last boundary
+    parting: list[Response] = field(default_factory=list)  # here, and to leave at the next boundary
     end_s: float = -1.0
 
     def key(self, response: Response) -> int:
         return response.prompt if self.caching else ~response.number
+
+    def uncached(self, tokens: int, held: int) -> int:
+        block = self.profile.data.kv_block_tokens
+        whole = range(0, min(held, tokens - (block > 1)) + 1, block)  # of blocks that are there and may be used
+        return tokens - max(whole)
 
     def kv(self) -> int:
         prompts = {self.key(r): r.prompt_tokens for r in self.slots_used}
@@ -80,7 +89,9 @@ class Worker:
 class TokenByToken:
     """Run with `run()`; results are on the responses and workers."""
 
-    def __init__(self, migration: MigrationSpec | None, workers: list[Worker], links: Links) -> None:
+    def __init__(
+        self, migration: MigrationSpec | None, workers: list[Worker], links: Links, stop: int | None = None
+    ) -> None:
         self.workers, self.links = workers, links
         self.rule = rule(migration) if migration else None
         self.heap: list[tuple[float, int, Callable[[], None]]] = []
@@ -89,6 +100,7 @@ class TokenByToken:
         self.cuts = self.failures = self.preemptions = self.prefilled = self.recomputed = 0
         self.moved_bytes = 0.0
         self.left = sum(len(w.queue) for w in workers)
+        self.spare = 0 if stop is None else max(0, self.left - stop)  # left when generation stops
 
     def at(self, time_s: float, act: Callable[[], None]) -> None:
         heapq.heappush(self.heap, (time_s, next(self.ticket), act))
@@ -100,10 +112,11 @@ class TokenByToken:
             worker.seen_room = worker.profile.data.kv_capacity_tokens
             for r in worker.queue:
                 r.owner = worker.index
-            self.at(worker.start_s, lambda w=worker: self.start(w))
+            if worker.state == "working":
+                self.at(worker.start_s, lambda w=worker: self.start(w))
         for index, time_s in failures or []:
             self.at(time_s, lambda w=self.workers[index]: self.fail(w))
-        while self.left:
+        while self.left > self.spare:
             self.now, _, act = heapq.heappop(self.heap)
             act()
         return self.now
@@ -115,6 +128,12 @@ class TokenByToken:
         if not (w.dead or w.begun) and self.now >= w.start_s:
             w.begun = True
             self.boundary(w)
+
+    def ready(self, w: Worker) -> None:
+        if w.state == "starting":
+            w.begun, w.state = True, "idle"
+            self.observe(w)
+            self.decide()
 
     # -- one actor ---------------------------------------------------------------------------------------------------
     def trim(self, w: Worker) -> None:
@@ -130,16 +149,22 @@ class TokenByToken:
             if w.kv() + need + len(w.slots_used) + 1 > w.profile.data.kv_capacity_tokens:
                 break
             w.queue.pop(0)
-            if not r.loaded and r.generated:
-                tokens += r.generated
-                self.recomputed += r.generated
-            if not shared and w.cached.pop(w.key(r), None) is None and not r.loaded:
-                if w.key(r) in w.met or r.home != w.index:
-                    tokens += r.prompt_tokens
-                    self.recomputed += r.prompt_tokens
-                else:
-                    tokens += r.planned_prefill
-                    self.prefilled += r.planned_prefill
+            there = shared or w.cached.pop(w.key(r), None) is not None
+            first = not (there or r.loaded or w.key(r) in w.met or r.home != w.index)
+            if r.loaded:
+                held = r.context
+            elif there:
+                held = r.prompt_tokens
+            else:
+                held = r.prompt_tokens - r.planned_prefill if first else 0
+            computed, planned = w.uncached(r.context, held), 0
+            if first:
+                planned = r.planned_prefill
+            elif r.first_s < 0 and r.home == w.index and not r.loaded:
+                planned = min(r.planned_prefill, computed, w.uncached(r.prompt_tokens, r.prompt_tokens))
+            tokens += computed
+            self.prefilled += planned
+            self.recomputed += computed - planned
             w.met.add(w.key(r))
             r.loaded, r.at = False, w.index
             if r.first_s < 0:
@@ -157,14 +182,42 @@ class TokenByToken:
             w.seen_generated = w.generated
             for r in w.slots_used:
                 r.seen = r.generated
-        if w.state != "working":
+        self.overlook(w, w.parting)
+        if w.state not in ("working", "idle"):
             w.seen_running = w.seen_context = w.seen_room = 0
+
+    def overlook(self, w: Worker, parting: list[Response]) -> None:
+        """Rules no longer see what is about to leave."""
+        if parting:
+            w.seen_running -= sum(r in w.slots_used for r in parting)
+            w.seen_context = max(0, w.seen_context - sum(r.prompt_tokens + r.seen for r in parting))
+
+    def part(self, w: Worker) -> None:
+        parting, w.parting = w.parting, []
+        gone = []
+        for r in parting:
+            if r.owner == w.index:  # it has been given back
+                r.promised = 0
+                continue
+            if r in w.slots_used:
+                w.slots_used.remove(r)
+                if w.caching and not any(w.key(o) == w.key(r) for o in w.slots_used):
+                    w.cached[w.key(r)] = r.prompt_tokens
+            else:
+                w.queue.remove(r)
+                r.loaded = False
+            r.seen = r.generated
+            gone.append(r)
+        self.send(gone, w)
 
     def boundary(self, w: Worker) -> None:
         if w.state == "leaving":
             self.leave(w)
         if w.state == "gone":
             return
+        if w.parting:
+            self.part(w)
+            w.woken = True
         tokens, admitted = self.admit(w)
         event = admitted or w.woken
         w.woken = False
@@ -212,7 +265,9 @@ class TokenByToken:
             w.slots_used.remove(r)
             if w.caching and not any(w.key(o) == w.key(r) for o in w.slots_used):
                 w.cached[w.key(r)] = r.prompt_tokens
-            r.end_s, r.at = self.now, w.index
+            r.end_s, r.at, r.promised = self.now, w.index, 0
+            if r in w.parting:
+                w.parting.remove(r)
             if r.owner != w.index:
                 other = self.workers[r.owner]
                 other.assigned -= 1
@@ -224,10 +279,11 @@ class TokenByToken:
             self.left -= len(ended)
             w.finished += len(ended)
             self.observe(w)
+            w.seen_generated = w.generated
             w.woken = True
-            if self.rule and self.left:
+            if self.rule and self.left > self.spare:
                 self.decide()
-        if not self.left:
+        if self.left <= self.spare:
             w.end_s = self.now
             return
         self.boundary(w)
@@ -246,8 +302,16 @@ class TokenByToken:
         running = ints([w.seen_running for w in ws])
 
         def left_of(index: int):  # type: ignore[no-untyped-def]
-            own = self.owned(ws[index])
+            own = sorted(self.owned(ws[index]), key=lambda r: r.number)
             return ints([r.number for r in own]), ints([r.prompt_tokens + r.seen for r in own])
+
+        def queue_of(index: int):  # type: ignore[no-untyped-def]
+            own = [r for r in ws[index].queue if r.owner == index]
+            return ints([r.number for r in own]), ints([r.prompt_tokens + r.seen for r in own])
+
+        def ended():  # type: ignore[no-untyped-def]
+            every = sorted(self.responses, key=lambda r: r.number)
+            return ints([r.context if r.generated == r.target else 0 for r in every])
 
         promised = [sum(r.promised for r in self.responses if r.owner == w.index) for w in ws]
         view = GenerationView(
@@ -255,20 +319,52 @@ class TokenByToken:
             finished=finished,
             running=running,
             waiting=ints(unfinished - running),
-            open_slots=ints([max(w.slots - int(u), 0) if u else 0 for w, u in zip(ws, unfinished, strict=True)]),
+            open_slots=ints(
+                [max(w.slots - int(u), 0) if u or w.state == "idle" else 0 for w, u in zip(ws, unfinished, strict=True)]
+            ),
             tokens_generated=ints([w.seen_generated for w in ws]),
             context_tokens=ints([w.seen_context for w in ws]),
             kv_headroom_tokens=ints([max(w.seen_room - p, 0) for w, p in zip(ws, promised, strict=True)]),
             cuts_so_far=self.cuts,
+            unasked=np.array([w.state == "reserved" for w in ws]),
+            starting=np.array([w.state == "starting" for w in ws]),
+            idle=np.array([w.state == "idle" for w in ws]),
             unfinished=left_of,
+            queue=queue_of,
+            ended=ended,
         )
-        moves = self.rule.decide(view)
+        decided = self.rule.decide(view)
+        for start in decided:
+            if isinstance(start, Start):
+                w = ws[start.actor]
+                w.state = "starting"
+                self.at(self.now + w.startup_s, lambda w=w: self.ready(w))
+        moves = [each for each in decided if not isinstance(each, Start)]
         number = {r.number: r for r in self.responses}
+        leaving_of: dict[int, list[Response]] = {}
         for source in dict.fromkeys(m.source for m in moves):
             w = ws[source]
+            leaving = leaving_of[source] = []
             for move in moves:
-                if move.source == source:
-                    self.give(number[move.response], ws[move.target])
+                r = number[move.response]
+                if move.source != source:
+                    continue
+                if move.target == source:
+                    w.queue.remove(r)
+                    w.queue.insert(0, r)
+                    w.woken = True
+                    continue
+                if (r in w.slots_used or r in w.queue) and r not in w.parting:
+                    leaving.append(r)
+                self.give(r, ws[move.target])
+        for source, leaving in leaving_of.items():
+            w = ws[source]
+            if self.owned(w):
+                w.parting += leaving
+                self.overlook(w, leaving)
+                if leaving and not (w.stepping or w.begun):
+                    self.part(w)
+                continue
             w.state = "leaving"
             self.observe(w)
             self.cuts += 1
@@ -276,12 +372,14 @@ class TokenByToken:
                 self.leave(w)
 
     def give(self, r: Response, to: Worker) -> None:
+        if to.state == "idle":
+            to.state = "working"
         self.workers[r.owner].assigned -= 1
         to.assigned += 1
         r.owner, r.promised = to.index, r.prompt_tokens + r.seen
 
     def leave(self, w: Worker) -> None:
-        w.state, w.end_s = "gone", self.now
+        w.state, w.end_s, w.parting = "gone", self.now, []
         w.seen_generated = w.generated
         here = [*w.slots_used, *w.queue]
         w.slots_used, w.queue = [], []
@@ -329,9 +427,9 @@ class TokenByToken:
 
     def fail(self, w: Worker) -> None:
         """The worker dies; the tokens of its last whole iteration were reported."""
-        if w.state == "gone":
+        if w.state in ("gone", "reserved"):
             return
-        w.pending, w.stepping = -1, False
+        w.pending, w.stepping, w.parting = -1, False, []
         w.state, w.dead, w.end_s = "gone", True, self.now
         self.failures += 1
         here = [*w.slots_used, *w.queue]

@@ -220,7 +220,7 @@ class Engine:
 module.VllmActor = Engine
 cluster = RayCluster(Cluster.uniform("l40s", 12, 8), config)
 found["chosen"] = hosts_of(cluster)
-engine = config.engine(tp=2, prefix_caching=True, kv_connector=None)
+engine = config.engine(prefix_caching=True, kv_connector=None)
 engines = [cluster.take(gpus, engine) for gpus in ((5, 2), (9, 10))]
 where = ray.get([each.actor.where.remote() for each in engines])
 found["engines"] = [[machines[each], numbers] for each, numbers in where]

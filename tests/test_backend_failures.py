@@ -14,7 +14,8 @@ import pytest
 
 from backends import ray_step
 from backends.generation import Generation
-from backends.ray_step import Invocation, RayStep
+from backends.invocation import Invocation
+from backends.ray_step import RayStep
 from backends.vllm_actor import Update
 from rlhfless.types.outcome import Outcome
 from rlhfless.types.plan import Plan

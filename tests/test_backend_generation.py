@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backends.engine_types import EngineCounters, EngineError, Finished, Partial, Request
-from backends.generation import End, Generation
+from backends.generation import Generation
+from backends.generation_types import End
 from backends.vllm_actor import NOTHING, Update
 from rlhfless.types.arrays import floats, ints
 from rlhfless.types.plan import ElasticTerms, MigrationSpec, Speed
@@ -92,7 +93,16 @@ class Engine:
 class World:
     """The wire, with the randomness of a cluster."""
 
-    def __init__(self, rng: random.Random, rule: MigrationSpec | None, actors: int, responses: int, slots: int) -> None:
+    def __init__(
+        self,
+        rng: random.Random,
+        rule: MigrationSpec | None,
+        actors: int,
+        responses: int,
+        slots: int,
+        reserve: int = 0,
+    ) -> None:
+        """`reserve` more actors start when the rule, which must name them, says."""
         self.rng = rng
         self.requests = [
             Request(
@@ -106,13 +116,14 @@ class World:
         ]
         order = list(range(responses))
         rng.shuffle(order)
-        shares = [order[index::actors] for index in range(actors)]
+        shares = [order[index::actors] for index in range(actors)] + [[] for _ in range(reserve)]
         self.engines: dict[int, Engine] = {}
         self.starting = dict.fromkeys(range(actors), slots)
         self.slots = slots
         self.ended: list[tuple[int, End]] = []
+        self.asked: list[int] = []
         self.revived = self.raced = 0
-        self.generation = Generation(rule, self.requests, shares, [slots] * actors, VERSION, self)
+        self.generation = Generation(rule, self.requests, shares, [slots] * (actors + reserve), VERSION, self)
 
     def submit(self, actor: int, requests: Sequence[Request]) -> None:
         self.engines[actor].orders.append(("submit", requests))
@@ -126,6 +137,11 @@ class World:
         if end == "done":
             assert engine is None or not engine.live, "released with work"
         self.ended.append((actor, end))
+
+    def start(self, actor: int) -> None:
+        assert actor not in self.asked, "asked for twice"
+        self.asked.append(actor)
+        self.starting[actor] = self.slots
 
     def revive(self, actor: int) -> None:
         self.revived += 1
@@ -178,7 +194,7 @@ def check_columns(generation: Generation) -> None:
 
 
 SPEED = Speed(gpus=1, batch=ints([1, 12]), iteration_s=floats([0.01, 0.012]))
-ANY_NUMBER = ElasticTerms(speeds=(SPEED,), speed_of=ints([0] * 5), move_s_per_token=1e-6)
+ANY_NUMBER = ElasticTerms(speeds=(SPEED,), speed_of=ints([0] * 5), move_s_per_token=1e-6, reserve=ints([]), start_s=0.0)
 RULES = [
     None,
     MigrationSpec(kind="cut-and-migrate", value=0.3),
@@ -243,6 +259,58 @@ def test_rules_do_cut_and_actors_do_race() -> None:
     assert moves > 60
     assert revived > 0
     assert raced > 10
+
+
+def reserving(actors: int, reserve: int) -> MigrationSpec:
+    """A rule that wants a reserve of quicker actors early, whatever that costs."""
+    quick = Speed(gpus=2, batch=SPEED.batch, iteration_s=floats(SPEED.iteration_s / 3))
+    terms = ElasticTerms(
+        speeds=(SPEED, quick), speed_of=ints([0] * actors + [1] * reserve), move_s_per_token=0.0,
+        reserve=ints(range(actors, actors + reserve)), start_s=0.01,
+    )  # fmt: skip
+    return MigrationSpec(kind="elastic", value=50.0, terms=terms)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    seed=st.integers(0, 1 << 30),
+    actors=st.integers(1, 4),
+    reserve=st.integers(1, 2),
+    responses=st.integers(5, 40),
+    deadliness=st.sampled_from([0.0, 0.0, 0.05]),
+)
+def test_a_reserve_delivers_once_as_well(
+    seed: int, actors: int, reserve: int, responses: int, deadliness: float
+) -> None:
+    world = World(random.Random(seed), reserving(actors, reserve), actors, responses, 12, reserve)
+    generation = world.generation
+    for _ in range(200_000):
+        if not generation.busy:
+            break
+        world.happen(deadliness)
+        if world.rng.random() < 0.5:
+            check_columns(generation)
+    assert generation.left == 0
+    for request, response in zip(world.requests, generation.responses, strict=True):
+        first = len(request.token_ids)
+        assert response.tokens == [token(request.seed, first + at) for at in range(request.max_tokens)]
+    assert set(world.asked) <= set(range(actors, actors + reserve))
+    assert {generation.actor_of[number] for number in range(responses)} <= {*range(actors), *world.asked}
+
+
+def test_a_reserve_is_asked_for_and_takes_over() -> None:
+    asked = moved = unused = 0
+    for seed in range(40):
+        world = World(random.Random(seed), reserving(3, 1), 3, 30, 12, 1)
+        generation = world.generation
+        while generation.busy:
+            world.happen(0.0)
+        asked += len(world.asked)
+        moved += sum(actor == 3 for actor in generation.actor_of)
+        unused += generation.actors[3].state in ("starting", "idle")
+    assert asked > 20
+    assert moved > 40
+    assert asked - unused > 10
 
 
 def test_other_weights_are_refused() -> None:

@@ -19,24 +19,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from backends import kv_transfer
+from backends.kv_block import HEADER_BYTES, BadBlock, layout_digest, pack, unpack
 from backends.kv_transfer import (
-    HEADER_BYTES,
-    BadBlock,
     KVCounters,
     RedisBlocks,
     RedisSettings,
     count,
     counters,
     current_version,
-    layout_digest,
     nixl_config,
-    pack,
     redis_config,
     set_namespace,
     side_by_side,
     since,
     transfer_or_recompute,
-    unpack,
 )
 from backends.redis_server import RedisServer, connect
 from rlhfless.errors import InputError
@@ -126,15 +122,15 @@ def test_redis_config_is_what_the_connector_reads() -> None:
     assert settings.key("3", b"\x01\x02") == b"rlkv:run-7:3:0/1:\x01\x02"
 
 
-def test_a_part_is_found_by_its_rank_among_how_many() -> None:
+def test_a_part_is_found_by_its_number_among_how_many() -> None:
     settings = RedisSettings(url=URL, namespace="run-7")
     hashes = [bytes([number]) * 32 for number in range(2)]
     keys = [
-        settings.key(version, each, rank=rank, ranks=ranks)
+        settings.key(version, each, part=part, parts=parts)
         for version in ("3", "30")
         for each in hashes
-        for ranks in (1, 2, 4, 12)
-        for rank in range(ranks)
+        for parts in (1, 2, 4, 12)
+        for part in range(parts)
     ]
     assert len(set(keys)) == len(keys) == 2 * 2 * (1 + 2 + 4 + 12)
 
@@ -192,14 +188,15 @@ class Clock:
         return self.now_s
 
 
-def store_at(url: str, *, clock: Any = time.perf_counter, block_bytes: int = 64, **settings: Any) -> RedisBlocks:
-    return RedisBlocks(
-        RedisSettings(url=url, namespace="unit", **settings), layout=LAYOUT, block_bytes=block_bytes, clock=clock
-    )
+def store_at(
+    url: str, *, clock: Any = time.perf_counter, part_bytes: int = 64, parts: int = 1, **settings: Any
+) -> RedisBlocks:
+    asked = RedisSettings(url=url, namespace="unit", **settings)
+    return RedisBlocks(asked, layout=LAYOUT, part_bytes=part_bytes, parts=parts, clock=clock)
 
 
-def rows(first: int, end: int, *, block_bytes: int = 64) -> npt.NDArray[np.uint8]:
-    return np.arange(first, end, dtype=np.uint8)[:, None].repeat(block_bytes, axis=1)
+def rows(first: int, end: int, *, part_bytes: int = 64) -> npt.NDArray[np.uint8]:
+    return np.arange(first, end, dtype=np.uint8)[:, None].repeat(part_bytes, axis=1)
 
 
 class Since:
@@ -261,11 +258,11 @@ def test_a_block_is_there_when_all_of_its_parts_are(
     monkeypatch.setattr(kv_transfer, "CHUNK_BYTES", chunk_bytes)
     settings, ranks, blocks = RedisSettings(url=server.url, namespace="parts"), 3, 5
     hashes = [bytes([chunk_bytes % 251, block]) for block in range(blocks)]
-    of_rank = [[settings.key("0", each, rank=rank, ranks=ranks) for each in hashes] for rank in range(ranks)]
+    of_rank = [[settings.key("0", each, part=rank, parts=ranks) for each in hashes] for rank in range(ranks)]
     whole = [key for block in zip(*of_rank, strict=True) for key in block]
     for rank, keys in enumerate(of_rank):  # each from a process of its own, otherwise
         store_at(server.url).save(keys, lambda first, end, rank=rank: rows(10 * rank + first, 10 * rank + end))  # type: ignore[misc]
-    store = RedisBlocks(settings, layout=LAYOUT, block_bytes=64, parts=ranks)
+    store = store_at(server.url, parts=ranks)
     since = Since()
     assert [kv[0] for kv in store.fetch(whole)] == [10 * rank + block for block in range(blocks) for rank in range(3)]
     assert (since.loaded_blocks, since.loaded_bytes) == (blocks, blocks * ranks * (64 + HEADER_BYTES))
@@ -280,6 +277,40 @@ def test_a_block_is_there_when_all_of_its_parts_are(
         assert (since.loaded_blocks, since.corrupt_blocks, since.missing_blocks) == (2, 0, 1)
         assert since.loaded_bytes == 2 * ranks * (64 + HEADER_BYTES), "of whole blocks"
     store.close()
+
+
+@needs_redis
+@pytest.mark.parametrize("chunk_bytes", [1, 500, 1 << 20])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_blocks_saved_by_engines_of_one_size_are_found_by_those_of_another(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch, chunk_bytes: int, ranks: int
+) -> None:
+    """Four parts; each rank saves its share of them for all blocks, and counts blocks."""
+    monkeypatch.setattr(kv_transfer, "CHUNK_BYTES", chunk_bytes)
+    settings, parts, blocks = RedisSettings(url=server.url, namespace="sizes"), 4, 5
+    hashes = [bytes([chunk_bytes % 251, ranks, block]) for block in range(blocks)]
+
+    def keys_of_parts(which: range) -> list[bytes]:
+        return [settings.key("0", each, part=part, parts=parts) for each in hashes for part in which]
+
+    for rank in range(ranks):
+        own = range(rank * parts // ranks, (rank + 1) * parts // ranks)
+        values = np.array([10 * block + part for block in range(blocks) for part in own], dtype=np.uint8)
+        asked: list[tuple[int, int]] = []
+
+        def read(
+            first: int, end: int, values: npt.NDArray[np.uint8] = values, asked: list[tuple[int, int]] = asked
+        ) -> npt.NDArray[np.uint8]:
+            asked.append((first, end))
+            return values[first:end, None].repeat(64, axis=1)
+
+        since = Since()
+        store_at(server.url, parts=len(own)).save(keys_of_parts(own), read)
+        assert since.saved_blocks == blocks
+        assert since.saved_bytes == blocks * len(own) * (64 + HEADER_BYTES)
+        assert all(bound % len(own) == 0 for pair in asked for bound in pair), "whole blocks are read"
+    found = store_at(server.url, parts=parts).fetch(keys_of_parts(range(parts)))
+    assert [kv[0] for kv in found] == [10 * block + part for block in range(blocks) for part in range(parts)]
 
 
 counts = st.builds(
@@ -378,12 +409,12 @@ def test_the_budget_of_a_step_is_kept(server: RedisServer, monkeypatch: pytest.M
 
 @needs_redis
 def test_a_full_server_drops_old_blocks_and_never_run_state() -> None:
-    block_bytes, limit = 64 << 10, 6 << 20
+    part_bytes, limit = 64 << 10, 6 << 20
     with RedisServer(memory_bytes=limit) as small, connect(small.url) as client:
         client.set("rlhfless:checkpoint", bytes(100_000))
-        store, keys, since = store_at(small.url, block_bytes=block_bytes), keys_of(200), Since()
+        store, keys, since = store_at(small.url, part_bytes=part_bytes), keys_of(200), Since()
         for at in range(0, 200, 10):  # as steps do
-            store.save(keys[at : at + 10], partial(rows, block_bytes=block_bytes))
+            store.save(keys[at : at + 10], partial(rows, part_bytes=part_bytes))
         assert (since.saved_blocks, since.refused_blocks, since.failures) == (200, 0, 0)
         assert client.info("memory")["used_memory"] < 1.5 * limit
         assert 0 < len(list(client.scan_iter("rlkv:*", count=1000))) < 100
@@ -395,12 +426,12 @@ def test_a_full_server_drops_old_blocks_and_never_run_state() -> None:
 
 @needs_redis
 def test_a_server_that_refuses_is_left_alone_for_a_while() -> None:
-    block_bytes = 64 << 10
+    part_bytes = 64 << 10
     clock = Clock()
-    read = partial(rows, block_bytes=block_bytes)
+    read = partial(rows, part_bytes=part_bytes)
     with RedisServer(memory_bytes=4 << 20) as small, connect(small.url) as client:
         client.config_set("maxmemory-policy", "noeviction")
-        store, keys, since = store_at(small.url, clock=clock, block_bytes=block_bytes), keys_of(100), Since()
+        store, keys, since = store_at(small.url, clock=clock, part_bytes=part_bytes), keys_of(100), Since()
         store.save(keys, read)
         assert since.refused_blocks > 0
         assert since.saved_blocks + since.refused_blocks == 100

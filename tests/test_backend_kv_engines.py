@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 
-from backends.kv_transfer import HEADER_BYTES, redis_config, set_namespace
+from backends.kv_block import HEADER_BYTES
+from backends.kv_transfer import redis_config, set_namespace
 from backends.redis_server import RedisServer, connect
 from tests.kv_engines import (
     BLOCK,
+    HEADS,
     NEW_TOKENS,
     PREFILL,
     PROMPT_BLOCKS,
@@ -87,7 +89,7 @@ def test_prefill_here_and_decode_there(
     a, b, version = cold
     at_a, at_b = Gained(a), Gained(b)
     a.generate(PREFILL)
-    assert at_a().saved_blocks == PROMPT_BLOCKS == len(blocks_in(server, "pair", version))
+    assert at_a().saved_blocks == PROMPT_BLOCKS == len(blocks_in(server, "pair", version)) / HEADS
     answers = b.generate(WHOLE)
     assert tokens(answers) == plain
     for name, prompt in PROMPTS.items():
@@ -230,7 +232,7 @@ def test_new_weights_never_read_old_kv(
     before, after = next(_versions), next(_versions)
     b.set_version(before)
     b.generate(WHOLE, at=(5, partial(set_namespace, after)))
-    assert len(blocks_in(server, "pair", before)) == PROMPT_BLOCKS
+    assert len(blocks_in(server, "pair", before)) == HEADS * PROMPT_BLOCKS
     assert blocks_in(server, "pair", after) == []
 
 

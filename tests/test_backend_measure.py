@@ -18,7 +18,8 @@ from backends import bench
 from backends.bench import HELD_OUT, SPREAD, STEPS, Grid, Point, measure_points, noise, spread
 from backends.engine import StepEngine
 from backends.engine_types import EngineConfig, Request
-from backends.measure import Fit, Measured, _redis_note, app, fit, measure, tables
+from backends.fit import Fit, Measured, fit, tables
+from backends.measure import _redis_note, app, measure
 from backends.redis_server import RedisServer
 from rlhfless.errors import InputError
 from rlhfless.types.profile import Profile
@@ -314,7 +315,7 @@ def test_an_engine_without_room_for_the_grid_is_named(tiny: str) -> None:
     [
         ([], "Missing option"),
         (["--model", "MODEL", "--out", "OUT", "--device", "tpu"], "must be cpu or cuda"),
-        (["--model", "MODEL", "--out", "OUT", "--tp", "2"], "--device cuda"),
+        (["--model", "MODEL", "--out", "OUT", "--gpu", "l40s"], "--device cuda"),
         (["--model", "MODEL", "--out", "OUT", "--device", "cuda"], "must be one of h100_sxm"),
         (["--model", "MODEL", "--out", "OUT", "--device", "cuda", "--gpu", "cpu"], "must be one of h100_sxm"),
         (["--model", "nowhere", "--out", "OUT"], "nowhere is not a folder with a Hugging Face model"),

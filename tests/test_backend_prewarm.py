@@ -313,7 +313,7 @@ def run(engine, request):
     return list(done[0].done.tokens), [getattr(after, name) - getattr(before, name) for name in names]
 with RedisServer() as redis:
     config = ray_steps.config(Path(sys.argv[1]), Path(sys.argv[1]))
-    config = config.engine(tp=1, prefix_caching=True, kv_connector=redis_config(redis.url, "run"))
+    config = config.engine(prefix_caching=True, kv_connector=redis_config(redis.url, "run"))
     with StepEngine(config) as engine:
         tokens, counts = run(engine, replace(first, force_length=True))
         moved = replace(first, token_ids=[*first.token_ids, tokens[0]], generated=1, max_tokens=7, force_length=True)

@@ -16,15 +16,19 @@ from backends.ray_executor import RayExecutor
 from rlhfless.accounting.billing import bill
 from rlhfless.driver import StepRecord
 from rlhfless.errors import InfeasibleError, InputError, PlanError, RlhflessError
+from rlhfless.rng import stream
+from rlhfless.scheduler.planner import Planner
 from rlhfless.types.arrays import ints
 from rlhfless.types.outcome import Outcome
-from rlhfless.types.plan import Plan, Prewarm
+from rlhfless.types.plan import MigrationSpec, Plan, Prewarm
+from rlhfless.types.profile import Profile
 from rlhfless.types.report import StepReport
 from rlhfless.types.workload import Workload
 from sim.executor import SimExecutor
 from sim.world import World
 from tests import ray_steps
 from tests.ray_steps import (
+    BLOCK,
     CLUSTER,
     GPUS,
     HEADER,
@@ -126,6 +130,48 @@ def test_each_distinct_prefix_is_computed_once_over_all_actors(executor: Any) ->
     assert cached == [int(work.prompt_tokens[response // 2]) - 1 for response in range(work.responses)]
     executor.execute(plan("raw", work), work)
     assert min(one.cached_tokens for one in executor.results) == 0
+
+
+@pytest.mark.parametrize("policy", ["dp", "raw"])
+def test_the_plan_says_what_engines_compute_of_prompts_of_any_length(executor: Any, policy: str) -> None:
+    """Block by block: prompts that end within blocks and part within them, of which some are computed twice."""
+    work, rng = workload(29, n=3), stream(5, "uneven", 0)
+    ids = rng.integers(5, 90, 200)
+    uneven = [np.concatenate([ids[:shared], rng.integers(5, 90, own)]) for shared, own in UNEVEN]
+    work = replace(work, prompts=tuple(map(ints, uneven)), prompt_tokens=ints([prompt.size for prompt in uneven]))
+    blocks = Profile(data=replace(ray_steps.profile().data, kv_block_tokens=BLOCK))
+    planner = Planner(policy, blocks, CLUSTER, learner_gpus=1, actors=2)
+    made = planner.plan(work, executor.snapshot())
+    executor.lengths = lengths
+    if policy == "raw":  # no actor finds what another has computed
+        executor.config = replace(executor.config, kv="none")
+    counters = executor.execute(made, work).counters
+    own = np.zeros(work.responses, dtype=np.int64)
+    for actor in made.actors:
+        own[actor.responses] = actor.prefill_tokens
+    assert counters.decode_prefill_tokens == own.sum()
+    assert counters.prefill_tokens == (0 if made.prefill is None else made.prefill.computed_tokens)
+    cached = np.array([one.cached_tokens for one in executor.results])
+    assert (cached + own == np.repeat(work.prompt_tokens, 3)).all()
+    single = ray_steps.plan(policy, work)
+    assert counters.decode_prefill_tokens > sum(actor.prefill_tokens.sum() for actor in single.actors)
+
+
+UNEVEN = [
+    (10, 1),
+    (10, 31),
+    (32, 0),
+    (33, 0),
+    (40, 40),
+    (64, 5),
+    (64, 32),
+    (65, 0),
+    (96, 1),
+    (96, 64),
+    (150, 9),
+    (150, 9),
+]
+"""(tokens shared with others, own) of prompts."""
 
 
 def test_greedy_responses_equal_transformers_whatever_is_cut(executor: Any, model: Path) -> None:
@@ -294,8 +340,8 @@ def test_engines_on_gpus_sleep_in_the_pool_and_are_woken_ahead(
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
     monkeypatch.setattr(module, "VllmActor", Sleeper)
     config = ray_steps.config(model, tmp_path, actor_cpus=0.01)
-    engine = config.engine(tp=1, prefix_caching=True, kv_connector=None)
-    another = config.engine(tp=1, prefix_caching=False, kv_connector=None)
+    engine = config.engine(prefix_caching=True, kv_connector=None)
+    another = config.engine(prefix_caching=False, kv_connector=None)
     object.__setattr__(engine, "sleep_mode", True)  # a config for CPUs refuses it
     processes = module.RayCluster(CLUSTER, config)
     try:
@@ -346,6 +392,7 @@ def test_what_cannot_be_carried_out_is_refused_before_anything_starts(executor: 
         (made, replace(work, max_response_tokens=500), InfeasibleError, "engines hold 512"),
         (replace(made, actors=(replace(made.actors[0], slots=17), made.actors[1])), work, InfeasibleError, "17 slots"),
         (replace(made, actors=made.actors[:1]), work, PlanError, "decoded by no actor"),
+        (replace(made, migration=MigrationSpec(kind="seer", value=2.0)), work, PlanError, "rule seer moves some"),
     ]
     pids, steps = executor.pids(), executor.steps
     for plan_, work_, kind, says in wrong:

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from backends.integrations.trl import Rollouts
+from backends.invocation import Weights
 from backends.ray_executor import RayExecutor
-from backends.ray_step import Weights
 from rlhfless.errors import InputError
 from rlhfless.types.arrays import floats, ints
 from rlhfless.types.workload import Workload

@@ -17,7 +17,7 @@ from traces.importers.gsm8k import recorded
 from traces.importers.tokenizers import load as tokenizer
 from traces.synthesize import synthesize
 
-SMALL = ["--prompts", "24", "--epochs", "2", "--caps", "256"]
+SMALL = ["--prompts", "24", "--epochs", "2", "--caps", "256", "--processes", "1"]
 
 
 @pytest.fixture
@@ -81,10 +81,38 @@ def test_baseline_is_compared_with_itself(tmp_path: Path, capsys: pytest.Capture
         assert float(row["held_saving"]) == pytest.approx(saving, abs=1e-12)
 
 
+def test_scale_over_seeds_is_the_mean_of_each_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same numbers, seed by seed, and an interval as wide as they differ."""
+    given = ["--nodes", "2", *SMALL, "--policies", "rlhfless,rlhfuse"]
+    found = {}
+    for name, more in (
+        ("3", ["--seed", "3"]),
+        ("4", ["--seed", "4"]),
+        ("both", ["--seed", "3", "--seeds", "2"]),
+    ):
+        code, out, err = call(scale, [*given, *more, "--out", str(tmp_path / name)], capsys)
+        assert code == 0, err
+        assert (" ± " in out) == ("--seeds" in more)
+        found[name] = rows_of(tmp_path / name / "scale.csv")
+    for one, other, both in zip(found["3"], found["4"], found["both"], strict=True):
+        assert both.keys() == one.keys() == other.keys()
+        for field in one:
+            if field in ("gpus", "cap_tokens", "policy"):
+                assert both[field] == one[field] == other[field]
+            elif field.endswith("_ci95"):
+                assert one[field] == other[field] == ""
+            elif one[field]:
+                ends = [float(one[field]), float(other[field])]
+                assert float(both[field]) == pytest.approx(sum(ends) / 2), field
+                # Student's t of one degree of freedom at 97.5 %, times the standard error of two values
+                assert float(both[f"{field}_ci95"]) == pytest.approx(12.7062 * abs(ends[0] - ends[1]) / 2, rel=1e-4)
+    assert any(float(row["generation_s_ci95"]) > 0 for row in found["both"])
+
+
 @pytest.mark.slow
 def test_same_seed_same_files_in_other_processes(trace_file: Path, tmp_path: Path) -> None:
     commands = [
-        ["experiments.scale", "--nodes", "12", *SMALL, "--trace-out", "run.json"],
+        ["experiments.scale", "--nodes", "12", *SMALL, "--seeds", "2", "--trace-out", "run.json"],
         ["experiments.replay", "--trace", str(trace_file), "--nodes", "8", "--trace-out", "run.json"],
     ]
     for number, command in enumerate(commands):
@@ -94,6 +122,8 @@ def test_same_seed_same_files_in_other_processes(trace_file: Path, tmp_path: Pat
             folder.mkdir()
             full = [sys.executable, "-m", *command, "--out", str(folder), "--json"]
             full[full.index("run.json")] = str(folder / "run.json")
+            if "--processes" in full and folders:
+                full[full.index("--processes") + 1] = "2"
             environment = os.environ | {"PYTHONHASHSEED": hash_seed}
             done = subprocess.run(full, capture_output=True, text=True, check=True, env=environment)
             json.loads(done.stdout)

@@ -90,6 +90,35 @@ def test_new_tokens_are_what_a_naive_cache_misses(prompts, data, known):
     assert new_tokens(prompts, order, known).tolist() == [min(pair) for pair in zip(missed, rest, strict=True)]
 
 
+def left_by_blocks(prompts, order, size, known=0):
+    """What an engine computes that keeps whole blocks, in a chain, and draws from its output for the last token."""
+    blocks, left = set(), []
+    for number in order:
+        prompt = tuple(prompts[number])
+        ends = range(size, len(prompt) + 1, size)
+        held = 0
+        for end in ends:
+            if end >= len(prompt) or not (prompt[:end] in blocks or end <= known):
+                break
+            held = end
+        left.append(len(prompt) - held)
+        blocks |= {prompt[:end] for end in ends}
+    return left
+
+
+@given(PROMPTS, st.data(), st.integers(2, 5), st.integers(0, 9), st.integers(1, 14))
+def test_prefixes_are_shared_in_whole_blocks(prompts, data, size, known, capacity):
+    order = data.draw(st.lists(st.integers(0, len(prompts) - 1), max_size=20))
+    by_blocks = PrefixOrder(prompts, size)
+    assert by_blocks.new_tokens(order, known).tolist() == left_by_blocks(prompts, order, size, known)
+    plan, single = by_blocks.prefill(capacity), PrefixOrder(prompts).prefill(capacity)
+    for field in ("prefix_tokens", "distinct", "waves"):
+        assert getattr(plan, field) == getattr(single, field)
+    prefixes = sorted({tuple(prompt[: plan.prefix_tokens]) for prompt in prompts})
+    assert plan.computed_tokens == sum(left_by_blocks(prefixes, range(len(prefixes)), size))
+    assert plan.computed_tokens >= single.computed_tokens
+
+
 @given(PROMPTS)
 def test_all_new_tokens_together_are_the_prefix_tree(prompts):
     assert new_tokens(prompts, np.arange(len(prompts))[::-1]).sum() == tree(prompts)

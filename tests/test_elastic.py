@@ -13,7 +13,8 @@ from rlhfless.errors import InputError
 from rlhfless.rng import stream
 from rlhfless.scheduler import width
 from rlhfless.scheduler.assignment import dealt
-from rlhfless.scheduler.elastic import MOST_LOOKS, Elastic, iteration_s, least_running, price_of_iteration
+from rlhfless.scheduler.elastic import MOST_LOOKS, Elastic
+from rlhfless.scheduler.iteration import iteration_s, least_running, price_of_iteration
 from rlhfless.scheduler.midstep import Migration
 from rlhfless.scheduler.migration import rule
 from rlhfless.scheduler.spread import Spread
@@ -39,7 +40,11 @@ def elastic(price=20.0, actors=7, move_s=0.0, **of_speed):
     return Elastic(
         price,
         ElasticTerms(
-            speeds=(speed(**of_speed),), speed_of=ints(np.zeros(actors, dtype=np.int64)), move_s_per_token=move_s
+            speeds=(speed(**of_speed),),
+            speed_of=ints(np.zeros(actors, dtype=np.int64)),
+            move_s_per_token=move_s,
+            reserve=ints([]),
+            start_s=0.0,
         ),
     )
 
@@ -113,7 +118,7 @@ def test_elastic_obeys_the_laws(actors, some_rule):
 
 @given(ACTORS, st.lists(st.integers(0, 1), min_size=7, max_size=7))
 def test_responses_stay_on_actors_of_their_size(actors, sizes):
-    terms = ElasticTerms(speeds=(speed(), speed(gpus=4)), speed_of=ints(sizes[: len(actors)]), move_s_per_token=0.0)
+    terms = replace(TERMS, speeds=(speed(), speed(gpus=4)), speed_of=ints(sizes[: len(actors)]))
     view = view_of(actors)
     moves = Elastic(5.0, terms).decide(view)
     obeys_the_laws(view, moves)

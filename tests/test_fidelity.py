@@ -206,6 +206,22 @@ def test_the_mfu_of_the_log_is_that_of_an_a100() -> None:
     assert implied.min() > 0.98 * 312e12
 
 
+def test_the_learner_of_the_verl_log_has_fixed_seconds() -> None:
+    logged = verl.read(real_log())
+    calibration = np.arange(len(logged)) % fidelity_verl.EVERY == 0
+    given, held = ints(np.flatnonzero(calibration)), np.flatnonzero(~calibration)
+    rows = fidelity_verl._learning(logged, given, held)
+    assert [row.n for row in rows] == [189] * 6
+    for bare, fixed in zip(rows[::2], rows[1::2], strict=True):
+        assert bare.quantity == fixed.quantity
+        assert bare.mean is not None
+        assert fixed.mean is not None
+        assert fixed.r is not None
+        assert bare.mean > 0.1
+        assert fixed.mean < 0.01
+        assert fixed.r > 0.99
+
+
 @pytest.mark.slow
 def test_the_verl_log_is_met_as_the_readme_says() -> None:
     done: list[int] = []

@@ -337,6 +337,12 @@ def test_all_runs_what_is_not_there_and_reports_it(tmp_path: Path, capsys: pytes
     assert "12.8 %" in report
 
 
+def test_all_runs_every_figure_over_the_same_seeds() -> None:
+    for piece in everything.pieces(Asked(seed=4, seeds=3), None, None, []):
+        told = piece.config["options"]
+        assert (told["seed"], told["seeds"]) == (4, 3), piece.name
+
+
 def test_all_refuses_an_unknown_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = call(everything.app, ["--only", "fig9", "--out", str(tmp_path)], capsys)
     assert code == 2

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rlhfless.errors import InfeasibleError, InputError, PlanError, SchemaError
 from rlhfless.scheduler import crowd, frontier
-from rlhfless.scheduler.cheapest import Groups, Path, Problem, Seats, cheapest, path_of
+from rlhfless.scheduler.cheapest import Groups, Path, Problem, Seats, cheapest, least_costs_gpu_s, path_of
 from rlhfless.scheduler.estimate import DecodeModel, Work
 from rlhfless.scheduler.estimate import group_times as point_times
 from rlhfless.scheduler.frontier import Goal
@@ -18,7 +18,7 @@ from rlhfless.scheduler.planner import Planner
 from rlhfless.scheduler.spread import Spread, SpreadHistory
 from rlhfless.types.arrays import floats, ints
 from rlhfless.types.cluster import Cluster, ClusterState
-from rlhfless.types.plan import Plan
+from rlhfless.types.plan import FrontierTable, Plan
 from rlhfless.types.report import Invocation, Span
 from tests.profiles import tiny_profile
 from tests.test_planner import Told, idle, report_of, step
@@ -192,6 +192,70 @@ def test_the_knee_does_not_fall_behind_the_floor() -> None:
     floor = replace(every[0], time_s=every[0].time_s * 1.2, early_s=every[0].time_s * 1.2, cost_gpu_s=1e9)
     path, _ = frontier.choose(problem, Goal(), floor)
     assert path.time_s <= floor.time_s
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases)
+def test_no_plan_costs_less_than_the_least_that_is_told(case: Case) -> None:
+    problem = case.problem()
+    plans = [path_of(problem, groups) for groups in every_plan(problem)]
+    limits = np.array(sorted({plan.time_s for plan in plans})[:: max(len(plans) // 8, 1)])
+    for limit, least in zip(limits.tolist(), least_costs_gpu_s(problem, limits).tolist(), strict=True):
+        assert least <= min(plan.cost_gpu_s for plan in plans if plan.time_s <= limit) * (1 + 1e-9)
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases, cases, st.floats(0.0, 1.0))
+def test_what_is_passed_over_has_no_better_plan(one: Case, other: Case, weight: float) -> None:
+    goal, problem = Goal(kind="weight", value=weight), other.problem()
+    path, _ = frontier.choose(one.problem(), goal)
+    if frontier.hopeless(problem, goal, path, None):
+        best = frontier.scores(goal, [path_of(problem, groups) for groups in every_plan(problem)]).min()
+        assert best >= frontier.scores(goal, [path])[0] - 1e-9
+
+
+def test_where_seats_are_alike_the_nearest_are_taken() -> None:
+    problem = Case(seed=3, borders=4, gpus=8, sizes=(1,), prefill=False).problem()
+    seats = problem.seats
+    alike = replace(seats, ready_s=np.zeros(8), start_s=np.zeros(8))
+    for limit in (np.inf, 1.01 * float(np.diagonal(problem.ends_s[0], 1).max())):
+        path = cheapest(replace(problem, seats=alike), np.array([limit]))[0]
+        assert path is not None
+        assert [seat for _, _, seat in path.groups] == list(range(len(path.groups)))
+
+
+def test_a_second_is_worth_more_to_a_plan_that_is_cheap_beside_the_floor() -> None:
+    path = Path(time_s=10.0, early_s=10.0, ends_s=10.0, cost_gpu_s=50.0, gpus=5, groups=())
+    floors = [replace(path, time_s=time_s, cost_gpu_s=cost) for time_s, cost in ((20, 50), (10, 50), (10, 55), (5, 99))]
+    prices = [frontier.price_of(path, floor) / 5.0 for floor in floors]
+    assert prices[1] == pytest.approx(frontier.EVEN)
+    assert prices == sorted(prices)
+    assert (prices[0], prices[-1]) == frontier.PRICES
+    assert frontier.price_of(path, None) == frontier.PRICE * 5.0
+
+
+@pytest.mark.parametrize("actors", [3, 37])
+def test_the_floor_is_the_papers_plan_whatever_borders_are_offered(
+    actors: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has as many groups as the paper's rule chooses, of equal size, though fewer borders are offered."""
+    floors: list[Path | None] = []
+    choose = frontier.choose
+
+    def noted(problem: Problem, goal: Goal, floor: Path | None = None) -> tuple[Path, FrontierTable]:
+        floors.append(floor)
+        return choose(problem, goal, floor)
+
+    monkeypatch.setattr(frontier, "choose", noted)
+    planner = Planner("frontier", tiny_profile(), Cluster.uniform("l40s", 64), min_actors=actors, max_actors=actors)
+    for number in range(2):
+        work = step(prompts=64, number=number, epoch=number)
+        plan = planner.plan(work, idle(64))
+        tokens = np.random.default_rng(number).integers(20, 200, 128)
+        planner.observe(report_of(plan, work, ints(tokens), (3.0, 2.0, 1.0)))
+    floor = floors[-1]
+    assert floor is not None
+    assert [group[:2] for group in floor.groups] == [(number, number + 1) for number in range(actors)]
 
 
 @pytest.mark.parametrize(
@@ -404,8 +468,8 @@ def test_profiles_of_another_model_or_size_are_refused() -> None:
 def test_plans_of_an_older_layout_and_of_wrong_sizes_are_refused() -> None:
     plan = mixed().plan(step(), idle(16))
     text = plan.to_json()
-    with pytest.raises(SchemaError, match="schema 1 is not readable here; this version reads schema 2"):
-        Plan.from_json(text.replace('"schema":2', '"schema":1', 1))
+    with pytest.raises(SchemaError, match="schema 1 is not readable here; this version reads schema 3"):
+        Plan.from_json(text.replace('"schema":3', '"schema":1', 1))
     actor = replace(plan.actors[0], tp=plan.actors[0].tp + 1)
     with pytest.raises(PlanError, match=r"an actor of \d GPUs is placed on \d"):
         replace(plan, actors=(actor, *plan.actors[1:])).check()

@@ -1,6 +1,7 @@
 """Event to event against token by token: the same step, two simulators."""
 
 from dataclasses import replace
+from operator import eq
 
 import numpy as np
 import pytest
@@ -8,15 +9,27 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rlhfless.executor import Life
+from rlhfless.types.arrays import BoolArray, FloatArray
 from rlhfless.types.cluster import Cluster
 from rlhfless.types.plan import MigrationSpec
+from sim.actor import Actor
 from sim.engine import Batch, Engine, prefill_timer
-from sim.generation import Actor, Generation
+from sim.generation import Generation
 from sim.network import Links
 from tests.profiles import tiny_profile
 from tests.reference import Response, TokenByToken, Worker
 
 RELATIVE = 1e-9
+
+
+def at_once(actor: Actor, now_s: float) -> float:
+    """A process that is there when it is asked for."""
+    return now_s
+
+
+def tokens_left(tokens: int, held: int, block: int) -> int:
+    """Of a prompt's tokens, those beyond the whole blocks of the first `held`, and at least one."""
+    return next(left for left in range(1, tokens + 1) if (tokens - left) % block == 0 and tokens - left <= held)
 
 
 def both(
@@ -32,32 +45,45 @@ def both(
     kv_bytes: float = 1e5,
     deaths: int = 0,
     mixed: bool = False,
+    begun: bool = False,
+    stop: int | None = None,
+    reserve: int = 0,
+    block: int = 1,
 ) -> tuple[Generation, TokenByToken, list[Response], list[Worker]]:
-    """Run one random step in both simulators."""
+    """Run one random step in both simulators. `begun`: responses bring tokens from before, some all of theirs; `stop`:
+    generation ends when so many have ended; `reserve` more actors, of twice the GPUs, start when a rule says; `block`:
+    tokens of a KV block."""
     rng = np.random.default_rng(seed)
-    profile = tiny_profile(kv_capacity_tokens=capacity, max_slots=slots, kv_bytes_per_token=kv_bytes)
-    cluster = Cluster.uniform("l40s", actors, gpus_per_host=2)
+    sizes = {"max_slots": slots, "kv_bytes_per_token": kv_bytes, "kv_block_tokens": block}
+    profile = tiny_profile(kv_capacity_tokens=capacity, **sizes)
+    cluster = Cluster.uniform("l40s", actors + reserve, gpus_per_host=2)
     prompt_tokens = rng.integers(1, 60, prompts).tolist()
     target = np.minimum(rng.lognormal(3.6, 0.9, prompts * n).astype(int) + 1, 300).tolist()
+    brought = [int(rng.integers(0, length + 1)) if begun and rng.random() < 0.7 else 0 for length in target]
     slowdown = np.exp(0.2 * rng.standard_normal(actors)).tolist()
     start_s = rng.uniform(0, 2.0, actors).tolist()
-    groups = np.array_split(rng.permutation(prompts), actors)
+    groups = [*np.array_split(rng.permutation(prompts), actors), *([np.empty(0, dtype=int)] * reserve)]
     batch = Batch(
         prompt_tokens=prompt_tokens,
         responses_per_prompt=n,
         target=target,
-        generated=[0] * len(target),
+        generated=list(brought),
         first_s=[-1.0] * len(target),
     )
     # actors of twice the GPUs: twice the KV, half the time
-    larger = tiny_profile(kv_capacity_tokens=2 * capacity, max_slots=slots, kv_bytes_per_token=kv_bytes, tp=2)
+    larger = tiny_profile(kv_capacity_tokens=2 * capacity, tp=2, **sizes)
     larger = replace(larger, speed=0.5)
-    profiles = [larger if mixed and index % 2 else profile for index in range(actors)]
+    profiles = [larger if mixed and index % 2 else profile for index in range(actors)] + [larger] * reserve
+    slowdown += np.exp(0.2 * rng.standard_normal(reserve)).tolist()
+    startup_s = [0.0] * actors + rng.uniform(0, 1.0, reserve).tolist()
+    start_s += [0.0] * reserve
     timers = [prefill_timer(each) for each in profiles]
     simulated, workers, responses = [], [], {}
     for index, group in enumerate(groups):
         own = [int(p) * n + s for p in group for s in range(n)]
         first = {r: 0 if caching and r % n else int(rng.integers(0, prompt_tokens[r // n] + 1)) for r in own}
+        if block > 1:  # what is there is there in whole blocks, and a prompt's last token is not
+            first = {r: tokens_left(prompt_tokens[r // n], prompt_tokens[r // n] - first[r], block) for r in own}
         engine = Engine(
             profile=profiles[index],
             prefill_timer=timers[index],
@@ -67,7 +93,7 @@ def both(
             first_tokens=first,
             slowdown=slowdown[index],
         )
-        engine.submit(own)
+        engine.submit(r for r in own if brought[r] < target[r])
         life = Life(function="decode", index=index, gpus=(index,), at_s=0.0)
         host = int(cluster.host_of[index])
         simulated.append(
@@ -78,6 +104,7 @@ def both(
                 life=life,
                 start_s=start_s[index],
                 waits=((start_s[index], "wait-weights"),),
+                state="working" if index < actors else "reserved",
             )
         )
         worker = Worker(
@@ -88,6 +115,8 @@ def both(
             start_s=start_s[index],
             caching=caching,
             profile=profiles[index],
+            state="working" if index < actors else "reserved",
+            startup_s=startup_s[index],
         )
         for r in own:
             responses[r] = Response(
@@ -97,13 +126,29 @@ def both(
                 target=target[r],
                 planned_prefill=first[r],
                 home=index,
+                generated=brought[r],
+                seen=brought[r],
+                end_s=0.0 if brought[r] == target[r] else -1.0,
             )
-            worker.queue.append(responses[r])
+            if brought[r] < target[r]:
+                worker.queue.append(responses[r])
         workers.append(worker)
-    generation = Generation(spec, batch, simulated, Links(cluster=cluster), lambda actor, now: now)
-    killed = [(int(k), float(rng.uniform(0.3, 3.0))) for k in rng.permutation(actors)[: min(deaths, actors - 1)]]
+    came = sum(map(eq, brought, target))
+
+    def enough(ends_s: FloatArray) -> BoolArray | None:
+        ended = np.isfinite(ends_s)
+        return ended if stop is not None and ended.sum() >= came + stop else None
+
+    links = Links(cluster=cluster)
+
+    def start(actor: Actor, now_s: float) -> float:
+        return now_s + startup_s[actor.index]
+
+    generation = Generation(spec, batch, simulated, links, at_once, start, at_once, enough)
+    mortal = rng.permutation(actors + reserve)[: min(deaths, actors - 1)]
+    killed = [(int(k), float(rng.uniform(0.3, 3.0))) for k in mortal]
     generation.run(killed)
-    slow = TokenByToken(spec, workers, Links(cluster=cluster))
+    slow = TokenByToken(spec, workers, Links(cluster=cluster), stop)
     slow.run(killed)
     return generation, slow, [responses[r] for r in sorted(responses)], workers
 
@@ -116,7 +161,7 @@ SPECS = st.one_of(
 
 
 def assert_equal(generation: Generation, slow: TokenByToken, responses: list[Response], workers: list[Worker]) -> None:
-    np.testing.assert_allclose(generation.end_s, [r.end_s for r in responses], rtol=RELATIVE)
+    np.testing.assert_allclose(generation.ledger.end_s, [r.end_s for r in responses], rtol=RELATIVE)
     np.testing.assert_allclose(generation.batch.first_s, [r.first_s for r in responses], rtol=RELATIVE)
     assert generation.moves == [r.moves for r in responses]
     assert generation.actor_of == [r.at for r in responses]
@@ -147,9 +192,10 @@ def assert_equal(generation: Generation, slow: TokenByToken, responses: list[Res
     kv_bytes=st.sampled_from([1e5, 2e6]),
     deaths=st.integers(0, 3),
     mixed=st.booleans(),
+    block=st.sampled_from([1, 4, 16]),
 )
 def test_event_jump_equals_token_by_token(
-    seed, actors, per_actor, n, capacity, slots, caching, spec, kv_bytes, deaths, mixed
+    seed, actors, per_actor, n, capacity, slots, caching, spec, kv_bytes, deaths, mixed, block
 ):
     run = both(
         seed,
@@ -163,8 +209,13 @@ def test_event_jump_equals_token_by_token(
         kv_bytes=kv_bytes,
         deaths=deaths,
         mixed=mixed,
+        block=block,
     )
     assert_equal(*run)
+    planned = sum(response.planned_prefill for response in run[2])
+    assert run[1].prefilled <= planned
+    if run[1].failures == 0 == sum(run[0].moves):
+        assert run[1].prefilled == planned
 
 
 def test_the_cases_reach_queueing_preemption_and_migration():

@@ -47,6 +47,9 @@ def view_of(actors, cuts_so_far=0, asked=None):
         context_tokens=ints([sum(a[1]) for a in actors]),
         kv_headroom_tokens=ints([a[4] for a in actors]),
         cuts_so_far=cuts_so_far,
+        unasked=np.zeros(len(actors), dtype=np.bool_),
+        starting=np.zeros(len(actors), dtype=np.bool_),
+        idle=np.zeros(len(actors), dtype=np.bool_),
         unfinished=unfinished,
     )
 
@@ -60,7 +63,7 @@ def obeys_the_laws(view, moves):
         assert sorted(move.response for move in moves if move.source == source) == responses.tolist()
         context |= dict(zip(responses.tolist(), tokens.tolist(), strict=True))
     for target in {move.target for move in moves}:
-        assert view.alive[target]
+        assert view.alive[target] or view.idle[target]
         assert target not in cut
         taken = [context[move.response] for move in moves if move.target == target]
         assert len(taken) <= view.open_slots[target]

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from experiments.output import csv_text, json_text, out_folder, print_table, progress, write_atomic
 from experiments.perfetto import trace_events, write
 from experiments.plots import ScaleRow, gantt, scale_figure
+from rlhfless.accounting.metrics import Series
 from rlhfless.errors import InputError
 from rlhfless.types.arrays import floats, ints
 from rlhfless.types.cluster import Cluster
@@ -175,17 +176,20 @@ def test_what_is_written_reads_back_and_is_the_same_every_time(tmp_path: Path) -
     assert json.loads(one.read_bytes()) == {"traceEvents": [], "displayTimeUnit": "ms"}
 
 
+def over_seeds(value: float) -> Series:
+    return Series(values=floats([0.9 * value, value, 1.1 * value]))
+
+
 def scale_rows() -> list[ScaleRow]:
     return [
         ScaleRow(
             gpus=gpus,
             cap_tokens=2048,
             policy=policy,
-            generation_s=factor * 100 / gpus,
-            step_s=factor * 120 / gpus,
-            executed_gpu_s=factor * 90,
-            held_gpu_s=factor * 110,
-            usd=factor,
+            generation_s=over_seeds(factor * 100 / gpus),
+            step_s=over_seeds(factor * 120 / gpus),
+            executed_gpu_s=over_seeds(factor * 90),
+            held_gpu_s=over_seeds(factor * 110),
         )
         for policy, factor in (("ours", 0.8), ("theirs", 1.0))
         for gpus in (8, 16)
@@ -221,7 +225,7 @@ def test_a_gantt_of_many_gpus_has_a_row_per_invocation(tmp_path: Path) -> None:
         (scale_rows()[:2], "no rows for theirs"),
         (scale_rows()[:3], "the baseline theirs did not"),
         (scale_rows() + scale_rows()[:1], "two rows for ours"),
-        ([*scale_rows()[1:], replace(scale_rows()[0], step_s=0.0)], "a time or cost of 0"),
+        ([*scale_rows()[1:], replace(scale_rows()[0], step_s=over_seeds(0.0))], "a time or cost of 0"),
     ],
 )
 def test_scale_rows_that_make_no_figure(tmp_path: Path, rows: list[ScaleRow], message: str) -> None:

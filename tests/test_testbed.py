@@ -19,12 +19,14 @@ from experiments import compare, replay, testbed, validate
 from experiments.config import Config, load
 from experiments.real import arithmetic
 from rlhfless.errors import InputError
+from rlhfless.types.arrays import floats
 from rlhfless.types.cluster import Cluster
 from rlhfless.types.outcome import Outcome
 from rlhfless.types.plan import Plan
 from rlhfless.types.profile import Profile
 from rlhfless.types.report import StepReport
 from sim.executor import SimExecutor
+from sim.profiles import load as load_profile
 from sim.world import World
 from tests.commands import call, edited
 from traces.format import Trace
@@ -75,6 +77,8 @@ def test_gpu_example_is_the_testbed_of_the_paper() -> None:
         (lambda text: text.replace('policy = "rlhfless"', 'policy = "oracle:dp"'), "planner.policy: 'oracle:dp'"),
         (lambda text: text.replace('policy = "rlhfless"', "tau = 0.0"), "planner.tau: 0.0 must be above 0"),
         (lambda text: text.replace("batches = [1,", "batches = [4,"), "profile.batches: [4, 4, 8, 16] must be"),
+        (lambda text: text.replace("batches = [", "sizes = [2, 2]\nbatches = ["), "profile.sizes: [2, 2] must be"),
+        (lambda text: text.replace("batches = [", 'others = ["p"]\nbatches = ['), 'profile.others: not for source'),
         (lambda text: text.replace('"measure"', '"p.json"'), 'profile.batches: only for source = "measure"'),
         (lambda text: text.replace("max_model_len = 1024", "max_model_len = 512"), "engine.max_model_len: 512 is"),
         (lambda text: re.sub("kv_cache_bytes.*", "", text), "engine.kv_cache_bytes is missing"),
@@ -186,6 +190,27 @@ def test_gpu_example_plans_without_gpus(tmp_path: Path, capsys: pytest.CaptureFi
     assert (plan.prompts, plan.responses_per_prompt) == (128, 4)
     assert max(actor.slots for actor in plan.actors) <= config.engine.max_slots
     assert "words (approximate" in out
+
+
+def test_a_policy_that_mixes_sizes_plans_with_every_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    slow, other = load_profile("qwen2.5-3b_l40s_tp2").data, load_profile("qwen2.5-3b_l40s_tp1").data
+    quick = Profile(data=replace(other, decode_s=floats(other.decode_s / 10)))
+    (tmp_path / "quick.json").write_text(quick.to_json())
+    sources = f'source = "{slow.name}"\nothers = ["{tmp_path}/quick.json"]'
+    path = tmp_path / "two.toml"
+    path.write_text(GPU.read_text().replace(f'source = "{slow.name}"', sources))
+    out = str(tmp_path / "out")
+    code, _, err = call(testbed, ["--config", str(path), "--policy", "frontier", "--plan-only", "--out", out], capsys)
+    assert code == 0, err
+    plan = Plan.from_json((tmp_path / "out" / "plans" / "step-0000.json").read_text())
+    assert (plan.sizes, plan.prefill_tp) == ((1,), 2)
+    path.write_text(path.read_text().replace("max_slots = 256", "max_slots = 255"))
+    code, _, err = call(testbed, ["--config", str(path), "--plan-only", "--out", out], capsys)
+    assert (code, err) == (2, f"error: engine.max_slots: 255 is below the 256 of profile {slow.name}\n")
+    path.write_text(GPU.read_text().replace(f'source = "{slow.name}"', sources.replace("quick", "none")))
+    code, _, err = call(testbed, ["--config", str(path), "--plan-only", "--out", out], capsys)
+    assert code == 2
+    assert "none.json" in err
 
 
 def test_gpu_example_takes_gsm8k(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

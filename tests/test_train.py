@@ -22,6 +22,8 @@ from experiments.train_log import Log, held_out_error, read_rows
 from experiments.train_plot import train_figure
 from rlhfless.errors import InputError, SchemaError
 from rlhfless.rng import stream
+from rlhfless.scheduler.starts import PREWARM_BUFFER_S
+from rlhfless.types.plan import Plan
 from rlhfless.types.report import StepReport
 from rlhfless.types.workload import Workload
 from tests import ray_steps
@@ -184,8 +186,8 @@ def test_what_fails_on_the_way_leaves_the_last_checkpoint(tmp_path: Path) -> Non
 def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     found = made(tmp_path, 5)
     about = found.folder / checkpoint.ABOUT
-    about.write_text(about.read_text().replace('"schema": 1', '"schema": 9'))
-    with pytest.raises(SchemaError, match="a checkpoint of schema 9, this program reads 1"):
+    about.write_text(about.read_text().replace('"schema": 2', '"schema": 9'))
+    with pytest.raises(SchemaError, match="a checkpoint of schema 9, this program reads 2"):
         checkpoint.read(found.folder, {"seed": 1})
     about.write_text("{")
     with pytest.raises(SchemaError, match="no checkpoint"):
@@ -319,6 +321,7 @@ def check_run(folder: Path, algorithm: str, steps: int) -> None:
         assert 0 <= float(str(each["mismatch_mean"])) < 1e-3
         assert float(str(each["policy_grad_norm"])) >= 0
         assert ("value_loss" in each) == (algorithm == "ppo")
+    check_prewarming(folder)
     told = json.loads((folder / "train.json").read_text())
     assert 0 <= told["held_out_before"] <= 1
     assert 0 <= told["held_out_after"] <= 1
@@ -332,6 +335,18 @@ def check_run(folder: Path, algorithm: str, steps: int) -> None:
     assert checkpoint.newest(folder / "checkpoints") == folder / "checkpoints" / f"step-{steps:06d}"
     assert not list((folder / "weights").rglob("*.safetensors"))
     assert (folder / "train.png").read_bytes().startswith(b"\x89PNG")
+
+
+def check_prewarming(folder: Path) -> None:
+    """Functions are asked for by the shortest phases of all steps before, whichever process carried them out."""
+    shortest_s: dict[str, float] = {}
+    for path, report in zip(sorted((folder / "plans").iterdir()), reports(folder), strict=True):
+        asked_s = {each.function: each.ready_after_s for each in Plan.from_json(path.read_text()).prewarm}
+        for function, before in (("decode", "learning"), ("learner", "preparation")):
+            assert not shortest_s or asked_s[function] == shortest_s[before] + PREWARM_BUFFER_S
+        for phase in report.phases:
+            past_s = shortest_s.get(phase.name, np.inf)
+            shortest_s[phase.name] = min(report.execution_s(phase.name), past_s)
 
 
 @pytest.fixture(scope="module")

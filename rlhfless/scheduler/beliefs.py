@@ -13,6 +13,9 @@ from rlhfless.types.cluster import Cluster
 from rlhfless.types.plan import Hosting, PlanEstimate
 from rlhfless.types.workload import Algorithm
 
+Seat = tuple[DecodeModel, placement.Positions, placement.Routes]
+"""Actors of one size, room for them, and how transfers reach it."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
@@ -24,7 +27,7 @@ class Site:
     """Room for decode actors of the planner's own profile."""
     routes: placement.Routes
     """How transfers reach them."""
-    seats: tuple[tuple[DecodeModel, placement.Positions, placement.Routes], ...]
+    seats: tuple[Seat, ...]
     """The same for actors of every size that a plan may mix, largest first."""
     notes: tuple[str, ...]
     """For every plan made here."""

@@ -9,7 +9,7 @@ of a shorter one, and prompts that change places in the row.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -17,6 +17,10 @@ from rlhfless.types.arrays import FloatArray, IntArray
 
 Groups = tuple[tuple[int, int, int], ...]
 """(first border, last border, seat) of each actor of a plan, in order."""
+STALE = 1e-3
+"""Share of the longest prompts' time by which seats may have got worse before rests are reckoned anew (chosen)."""
+ROUNDING = 1e-12
+"""Relative difference of costs that is rounding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,110 +86,160 @@ class Problem:
     """When a plan's groups have all ended, where that is sooner than the slowest of `ends_s`, since those add up the
     risks of being late as if each group were as slow as the slowest; and when if responses turn out short. None for the
     slowest."""
+    begins_s: FloatArray = field(init=False, repr=False)
+    """float[seats, borders]: when an actor on a seat whose group ends at a border can begin."""
 
-    def begin_s(self, seat: int) -> FloatArray:
-        """float[borders]: when an actor whose group ends at each border can begin."""
+    def __post_init__(self) -> None:
         seats = self.seats
-        sent_s = self.kv_bytes * seats.kv_byte_s[seat]
+        sent_s = self.kv_bytes * seats.kv_byte_s[:, None]
         if self.kv_bytes[-1]:
-            sent_s += seats.kv_latency_s[seat]
-        begin_s: FloatArray = np.maximum(sent_s + self.prefill_s, seats.ready_s[seat])
-        return begin_s
+            sent_s += seats.kv_latency_s[:, None]
+        object.__setattr__(self, "begins_s", np.maximum(sent_s + self.prefill_s, seats.ready_s[:, None]))
 
 
 def cheapest(problem: Problem, limits: FloatArray) -> list[Path | None]:
     """For each time limit [limits] the cheapest plan whose groups all end by it; None where there is none.
 
-    Exact for the problem as stated, where `cut_s` is `held_s`. Seats that cannot make any plan cheaper are not looked
-    at: once a finished plan costs no more than any unfinished one and the least that its rest can cost on the seats
-    that are left, it is final.
+    Exact for the problem as stated, where `cut_s` is `held_s`. A plan is given up as soon as it, and the least that its
+    rest can cost on the seats that are left, come to no less than a finished one.
     """
-    seats, last = problem.seats, problem.kv_bytes.size - 1
-    size, end = int(seats.tp.max()), int((seats.offset + seats.tp).max())
-    cost = np.full((end + 1, limits.size, last + 1), np.inf)
-    cost[0, :, 0] = 0.0
-    seat_of = np.full(cost.shape, -1, dtype=np.int64)
-    from_border = np.zeros(cost.shape, dtype=np.int64)
-    active, final = np.arange(limits.size), np.full(limits.size, end)
-    first = np.searchsorted(seats.offset, np.arange(end + 2)).tolist()
-    for offset in range(end):
-        if offset % (2 * size) == 0:
-            rest = _rest(problem, limits[active], first[offset])
-            window = cost[offset : offset + size + 1, active]
-            unfinished = (window[:, :, :-1] + rest[:, :-1]).min(axis=(0, 2))
-            ready = window[:, :, -1]
-            done = ready.min(axis=0) <= unfinished  # also where neither is possible
-            final[active[done]] = offset + ready[:, done].argmin(axis=0)
-            active = active[~done]
-            if active.size == 0:
+    order = np.argsort(limits, kind="stable")
+    search = _Search(problem, limits[order])
+    search.run()
+    made: dict[Groups, Path] = {}
+    found: list[Path | None] = []
+    for row in np.argsort(order, kind="stable").tolist():
+        groups = search.groups(row)
+        if groups is not None and groups not in made:
+            made[groups] = path_of(problem, groups)
+        found.append(None if groups is None else made[groups])
+    return found
+
+
+def _work_s(problem: Problem) -> FloatArray:
+    """float[sizes, borders, borders]: seconds for which a group holds its actor, as the search counts them."""
+    work_s: FloatArray = problem.cut_s.copy()
+    work_s[:, 0] = problem.held_s[:, 0]
+    return work_s
+
+
+class _Search:
+    """The shortest paths of all limits at once."""
+
+    def __init__(self, problem: Problem, limits: FloatArray) -> None:
+        self.problem, self.limits = problem, limits
+        seats = problem.seats
+        self.last, self.end = problem.kv_bytes.size - 1, int((seats.offset + seats.tp).max())
+        # [GPUs passed, limits, prompts given out]
+        self.cost = np.full((self.end + 1, limits.size, self.last + 1), np.inf)
+        self.cost[0, :, 0] = 0.0
+        self.seat_of = np.full(self.cost.shape, -1, dtype=np.int32)
+        self.work_s = _work_s(problem)
+
+    def run(self) -> None:
+        problem, seats, cost, seat_of = self.problem, self.problem.seats, self.cost, self.seat_of
+        rests, size = _Rests(problem, self.limits), int(seats.tp.max())
+        first = np.searchsorted(seats.offset, np.arange(self.end + 2)).tolist()
+        kinds, tps, starts_s = seats.kind.tolist(), seats.tp.tolist(), seats.start_s.tolist()
+        limits = self.limits[:, None, None]
+        least = np.full((self.limits.size, 1), np.inf)  # cost of the cheapest finished plan
+        idle = 0  # offsets in a row at which no plan goes on
+        for offset in range(self.end):
+            here = cost[offset, :, :-1]
+            goes_on = here + rests.at(first[offset]) < least
+            begins = np.flatnonzero(goes_on.any(axis=0))
+            idle = 0 if begins.size else idle + 1
+            if idle > size:
                 break
-        here = cost[offset, active]
-        rows, borders = np.nonzero(here < cost[offset + 1, active])
-        cost[offset + 1, active[rows], borders] = here[rows, borders]
-        seat_of[offset + 1, active[rows], borders] = -1
-        begins = np.flatnonzero(np.isfinite(here[:, :-1]).any(axis=0))
-        if begins.size == 0:
-            continue
-        for seat in range(first[offset], first[offset + 1]):
-            kind, tp = int(seats.kind[seat]), int(seats.tp[seat])
-            begin_s = problem.begin_s(seat)
-            held_s = problem.cut_s[kind, begins]
-            if begins[0] == 0:
-                held_s[0] = problem.held_s[kind, 0]
-            total = np.where(
-                problem.ends_s[kind, begins] + begin_s <= limits[active, None, None],
-                tp * (held_s + (begin_s + seats.start_s[seat])),
-                np.inf,
-            )
-            total += here[:, begins, None]
-            choice = total.argmin(axis=1)
-            best = total[np.arange(active.size)[:, None], choice, np.arange(last + 1)]
-            rows, borders = np.nonzero(best < cost[offset + tp, active])
-            target = active[rows]
-            cost[offset + tp, target, borders] = best[rows, borders]
-            seat_of[offset + tp, target, borders] = seat
-            from_border[offset + tp, target, borders] = begins[choice[rows, borders]]
-    return [
-        _path(problem, seat_of[:, row], from_border[:, row], int(final[row]))
-        if np.isfinite(cost[final[row], row, last])
-        else None
-        for row in range(limits.size)
-    ]
+            if not begins.size:
+                continue
+            on = np.flatnonzero(goes_on.any(axis=1))
+            rows, low, high = slice(on[0], on[-1] + 1), int(begins[0]), int(begins[-1]) + 1
+            here = np.where(goes_on[rows, low:high], here[rows, low:high], np.inf)
+            target = cost[offset + 1, rows, low:high]
+            passed = here < target
+            np.copyto(target, here, where=passed)
+            np.copyto(seat_of[offset + 1, rows, low:high], -1, where=passed)
+            here, within = here[:, :, None], limits[rows]
+            for seat in range(first[offset], first[offset + 1]):
+                kind, tp = kinds[seat], tps[seat]
+                begin_s = problem.begins_s[seat, low + 1 :]
+                total = here + tp * (self.work_s[kind, low:high, low + 1 :] + (begin_s + starts_s[seat]))
+                late = problem.ends_s[kind, low:high, low + 1 :] + begin_s > within
+                np.copyto(total, np.inf, where=late)
+                best = total.min(axis=1)
+                target = cost[offset + tp, rows, low + 1 :]
+                found = best < target
+                np.copyto(target, best, where=found)
+                np.copyto(seat_of[offset + tp, rows, low + 1 :], seat, where=found)
+                np.minimum(least[rows], best[:, -1:] * (1 - ROUNDING), out=least[rows])
+
+    def groups(self, row: int) -> Groups | None:
+        """The plan of one limit."""
+        problem, limit = self.problem, self.limits[row]
+        seats, border = problem.seats, self.last
+        offset = int(self.cost[:, row, border].argmin())
+        if not np.isfinite(self.cost[offset, row, border]):
+            return None
+        found = []
+        while border:
+            seat = int(self.seat_of[offset, row, border])
+            if seat < 0:
+                offset -= 1
+                continue
+            offset, kind = int(seats.offset[seat]), int(seats.kind[seat])
+            begin_s = problem.begins_s[seat, border]
+            held_s = self.work_s[kind, :border, border] + (begin_s + seats.start_s[seat])
+            total = self.cost[offset, row, :border] + int(seats.tp[seat]) * held_s
+            total[problem.ends_s[kind, :border, border] + begin_s > limit] = np.inf
+            begin = int(total.argmin())
+            found.append((begin, border, seat))
+            border = begin
+        return tuple(reversed(found))
 
 
-def _rest(problem: Problem, limits: FloatArray, first_seat: int = 0) -> FloatArray:
-    """float[limits, borders]: least cost of the prompts from each border on, if every actor had the best of the seats
-    from one on; infinite where not even that ends in time."""
-    seats, last = problem.seats, problem.kv_bytes.size - 1
-    least = np.full((limits.size, last + 1, last + 1), np.inf)
-    for kind in range(problem.ends_s.shape[0]):
-        own = first_seat + np.flatnonzero(seats.kind[first_seat:] == kind)
-        if own.size == 0:
-            continue
-        begin_s = np.maximum(seats.ready_s[own], problem.prefill_s)
-        held_s = problem.cut_s[kind].copy()
-        held_s[0] = problem.held_s[kind, 0]
-        cost = seats.tp[own[0]] * (held_s + (begin_s + seats.start_s[own]).min())
-        fits = problem.ends_s[kind] + begin_s.min() <= limits[:, None, None]
-        np.minimum(least, np.where(fits, cost, np.inf), out=least)
-    rest = np.full((limits.size, last + 1), np.inf)
-    rest[:, last] = 0.0
-    for border in range(last - 1, -1, -1):
-        rest[:, border] = (least[:, border, border + 1 :] + rest[:, border + 1 :]).min(axis=1)
-    return rest
+class _Rests:
+    """Least costs of what a plan has still to do, if every actor had the best of the seats from one on."""
 
+    def __init__(self, problem: Problem, limits: FloatArray) -> None:
+        self._problem, self._limits, self._work_s = problem, limits, _work_s(problem)
+        seats, kinds = problem.seats, range(problem.ends_s.shape[0])
+        held_s = problem.begins_s + seats.start_s[:, None]
+        own = [seats.kind == kind for kind in kinds]
+        self._tp = [int(seats.tp[at][0]) if at.any() else 0 for at in own]
+        self._before = [np.append(0, np.cumsum(at)).tolist() for at in own]
+        # [seats of a kind, borders]: the least from one on
+        self._begin_s = [np.minimum.accumulate(problem.begins_s[at][::-1])[::-1] for at in own]
+        self._held_s = [np.minimum.accumulate(held_s[at][::-1])[::-1] for at in own]
+        grain_s = STALE * float(problem.ends_s[:, 0, 1].min())
+        worth = [held[:, -1] + begin[:, -1] for held, begin in zip(self._held_s, self._begin_s, strict=True)]
+        self._level = [[*np.floor(each / grain_s).tolist(), -1.0] for each in worth]
+        self._at: list[float] = []
+        self._rest = np.empty(0)
 
-def _path(problem: Problem, seat_of: IntArray, from_border: IntArray, offset: int) -> Path:
-    border, groups = problem.kv_bytes.size - 1, []
-    while border:
-        seat = int(seat_of[offset, border])
-        if seat < 0:
-            offset -= 1
-            continue
-        begin = int(from_border[offset, border])
-        groups.append((begin, border, seat))
-        offset, border = int(problem.seats.offset[seat]), begin
-    return path_of(problem, tuple(reversed(groups)))
+    def at(self, seat: int) -> FloatArray:
+        """float[limits, borders - 1]: from each border on, on the seats from `seat` on; infinite where not even that
+        ends in time. What was found for an earlier seat is given while that is hardly less."""
+        at = [before[seat] for before in self._before]
+        now = [level[place] for level, place in zip(self._level, at, strict=True)]
+        if now != self._at:
+            self._at, self._rest = now, self._least(at)
+        return self._rest
+
+    def _least(self, now: list[int]) -> FloatArray:
+        problem, limits = self._problem, self._limits
+        last = problem.kv_bytes.size - 1
+        least = np.full((limits.size, last, last + 1), np.inf)
+        for kind, at in enumerate(now):
+            if at == len(self._begin_s[kind]):
+                continue
+            cost = self._tp[kind] * (self._work_s[kind, :-1] + self._held_s[kind][at])
+            late = problem.ends_s[kind, :-1] + self._begin_s[kind][at] > limits[:, None, None]
+            np.minimum(least, np.where(late, np.inf, cost), out=least)
+        rest = np.zeros((limits.size, last + 1))
+        for border in range(last - 1, -1, -1):
+            rest[:, border] = (least[:, border, border + 1 :] + rest[:, border + 1 :]).min(axis=1)
+        return rest[:, :-1]
 
 
 def path_of(problem: Problem, groups: Groups) -> Path:
@@ -194,7 +248,7 @@ def path_of(problem: Problem, groups: Groups) -> Path:
     kinds: set[int] = set()
     for begin, end, seat in groups:
         kind, tp = int(seats.kind[seat]), int(seats.tp[seat])
-        begin_s = float(problem.begin_s(seat)[end])
+        begin_s = float(problem.begins_s[seat, end])
         ends_s = max(ends_s, begin_s + float(problem.ends_s[kind, begin, end]))
         held_s = float((problem.cut_s if kind in kinds else problem.held_s)[kind, begin, end])
         moved_s += float(problem.moved_s[kind, begin, end]) if kind in kinds else 0.0
@@ -220,6 +274,8 @@ def least_end_s(problem: Problem) -> float:
     return float(ends.max())
 
 
-def least_cost_gpu_s(problem: Problem) -> float:
-    """No plan costs less than its prompts would, if every actor had the best seat, however late they end."""
-    return problem.fixed_gpu_s + float(_rest(problem, np.array([np.inf]))[0, 0])
+def least_costs_gpu_s(problem: Problem, limits: FloatArray) -> FloatArray:
+    """float[limits]: no plan that ends by a time limit costs less than its prompts would, if every actor had the best
+    seat; infinite where not even that ends in time."""
+    costs: FloatArray = problem.fixed_gpu_s + _Rests(problem, limits).at(0)[:, 0]
+    return costs

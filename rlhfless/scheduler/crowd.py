@@ -7,7 +7,7 @@ that it still runs are known at every token, for all groups at once.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -100,6 +100,12 @@ class Crowd:
             responses=borders * n,
         )
 
+    def at(self, borders: IntArray) -> "Crowd":
+        """The same with some of its borders."""
+        rows = np.searchsorted(self.borders, borders)
+        names = ("borders", "alive", "context", "held", "none", "responses")
+        return replace(self, **{name: getattr(self, name)[rows] for name in names})
+
 
 def _longest(estimates: FloatArray, spread: Spread, cap: int) -> float:
     """Tokens beyond which no response of the step is to be expected."""
@@ -129,9 +135,11 @@ class GroupTimes:
     """float[groups, cells]: logarithm of the chance that the group has ended by then."""
 
 
-def group_times(model: DecodeModel, crowd: Crowd, chance: float, release: float = RELEASE) -> GroupTimes:
-    """All groups on actors of one size, without prefill. `release`: share of a group's responses after which the last
-    ones are moved away.
+def group_times(
+    model: DecodeModel, crowd: Crowd, chance: float, release: float = RELEASE, neighbours: bool = False
+) -> GroupTimes:
+    """All groups on actors of one size, without prefill; of `neighbours` only those from one border to the next.
+    `release`: share of a group's responses after which the last ones are moved away.
 
     `chance`: that the whole step has ended in the time of its slowest group. A group's own chance of ending by `ends_s`
     is `chance` to the power of its share of the responses, so that those of a plan's groups multiply to `chance`.
@@ -141,6 +149,8 @@ def group_times(model: DecodeModel, crowd: Crowd, chance: float, release: float 
     """
     data = model.profile.data
     begin, end = np.triu_indices(crowd.borders.size, 1)
+    if neighbours:
+        begin, end = np.arange(crowd.borders.size - 1), np.arange(1, crowd.borders.size)
     alive = crowd.alive[end] - crowd.alive[begin]
     runs = -np.expm1(crowd.none[end] - crowd.none[begin])
     np.maximum(runs, 1e-12, out=runs)
@@ -179,7 +189,8 @@ def group_times(model: DecodeModel, crowd: Crowd, chance: float, release: float 
     tables = [np.full(shape, np.inf) for _ in range(4)]
     for table, column in zip(tables, (ends, works, cut, moved), strict=True):
         table[begin, end] = column
-    _monotone(tables[0])
+    if not neighbours:
+        _monotone(tables[0])
     row = np.zeros(shape, dtype=np.int64)
     row[begin, end] = np.arange(begin.size)
     return GroupTimes(

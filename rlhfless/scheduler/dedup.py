@@ -3,6 +3,9 @@
 Everything follows from one sort. In lexicographic order the prompts with a common prefix of L tokens stand side by
 side, so the common prefixes of neighbours tell all: D(L), its largest L that fits, the prefix tree's size, and the
 common prefix of any two prompts (the least between them).
+
+Engines that keep KV in blocks share prefixes in whole blocks. They also compute a prompt's last token whatever they
+hold, since they draw from its output.
 """
 
 from array import array
@@ -41,8 +44,10 @@ class PrefixOrder:
     """int[prompts]: prompt numbers in lexicographic order, equal ones by number."""
     lcp: IntArray
     """int[prompts - 1]: tokens that neighbours in that order have in common."""
+    block_tokens: int
+    """Tokens of a KV block (`ProfileData.kv_block_tokens`)."""
 
-    def __init__(self, prompts: Prompts) -> None:
+    def __init__(self, prompts: Prompts, block_tokens: int = 1) -> None:
         """Sort prompts whose token ids are known. Raises InputError: no prompts, an empty one, or bad token ids."""
         flat, lengths = _flatten(prompts)
         ends = np.cumsum(lengths)
@@ -52,10 +57,10 @@ class PrefixOrder:
         order = np.array(sorted(range(len(keys)), key=keys.__getitem__), dtype=np.int64)
         first, second = order[:-1], order[1:]
         shorter = np.minimum(lengths[first], lengths[second])
-        self._keep(lengths, order, _common_prefixes(flat, starts[first], starts[second], shorter))
+        self._keep(lengths, order, _common_prefixes(flat, starts[first], starts[second], shorter), block_tokens)
 
     @classmethod
-    def of_lengths(cls, prompt_tokens: npt.ArrayLike, header_tokens: int) -> "PrefixOrder":
+    def of_lengths(cls, prompt_tokens: npt.ArrayLike, header_tokens: int, block_tokens: int = 1) -> "PrefixOrder":
         """Prompts of unknown ids that begin with the same header and differ in the first token after it.
 
         `prompt_tokens`: int[prompts]. A prompt as long as the header is the header, a shorter one its beginning; such
@@ -72,18 +77,19 @@ class PrefixOrder:
         made = cls.__new__(cls)
         order = np.argsort(np.minimum(lengths, header_tokens + 1), kind="stable")
         ascending = np.minimum(lengths[order], header_tokens)
-        made._keep(lengths, order, ascending[:-1])
+        made._keep(lengths, order, ascending[:-1], block_tokens)
         return made
 
     @classmethod
-    def of(cls, workload: Workload) -> "PrefixOrder":
+    def of(cls, workload: Workload, block_tokens: int = 1) -> "PrefixOrder":
         """The prompts of a step, by their token ids or, where those are unknown, by their lengths and common header."""
         if workload.prompts is not None:
-            return cls(workload.prompts)
-        return cls.of_lengths(workload.prompt_tokens, workload.common_prefix_tokens)
+            return cls(workload.prompts, block_tokens)
+        return cls.of_lengths(workload.prompt_tokens, workload.common_prefix_tokens, block_tokens)
 
-    def _keep(self, lengths: npt.ArrayLike, order: npt.ArrayLike, lcp: npt.ArrayLike) -> None:
+    def _keep(self, lengths: npt.ArrayLike, order: npt.ArrayLike, lcp: npt.ArrayLike, block_tokens: int) -> None:
         self.lengths, self.order, self.lcp = ints(lengths), ints(order), ints(lcp)
+        self.block_tokens = block_tokens
 
     @cached_property
     def _breaks(self) -> IntArray:
@@ -117,32 +123,34 @@ class PrefixOrder:
         prefix_of = np.empty(self.lengths.size, dtype=np.int64)
         prefix_of[self.order] = np.append(0, np.cumsum(breaks < length))
         distinct = int(prefix_of[self.order[-1]]) + 1
+        first = np.append(True, breaks < length)  # of each prefix, in the order in which they are computed
+        tokens = np.minimum(self.lengths[self.order], length)[first]
+        shared = np.append(0, np.minimum(self.lcp, length))[first]
         return PrefillPlan(
             prefix_tokens=length,
             distinct=distinct,
             prefix_of=ints(prefix_of),
             waves=-(-distinct // capacity),
-            computed_tokens=int(np.minimum(self.lengths, length).sum() - np.minimum(self.lcp, length).sum()),
+            computed_tokens=int(uncached(tokens, shared, self.block_tokens).sum()),
         )
 
     def new_tokens(self, order: npt.ArrayLike, known_tokens: int = 0) -> IntArray:
         """int[admitted]: tokens of each prompt that an in-actor prefix cache does not hold when it is admitted.
 
         `order`: int[admitted], prompts in order of admission; a prompt may come again (its n responses) and then
-        needs nothing. `known_tokens`: tokens at the start of every prompt whose KV the actor has been sent. A token is
-        held if the actor has seen its whole prefix in an earlier prompt. O(admitted) and a sort. Raises InputError for
-        a prompt number out of range.
+        needs nothing, or its last block. `known_tokens`: tokens at the start of every prompt whose KV the actor has
+        been sent. A token is held if the actor has seen its whole prefix in an earlier prompt. O(admitted) and a sort.
+        Raises InputError for a prompt number out of range.
         """
         admitted = np.asarray(order, dtype=np.int64)
         if admitted.size == 0:
             return ints(admitted)
         if admitted.min() < 0 or admitted.max() >= self.lengths.size:
             raise InputError(f"order: a prompt number outside 0..{self.lengths.size - 1}")
-        lengths = self.lengths[admitted]
+        held = self.lengths[admitted]
         places, first = np.unique(self._place[admitted], return_index=True)
-        new = np.zeros(admitted.size, dtype=np.int64)
-        new[first] = lengths[first] - self._covered(places, first)
-        return ints(np.minimum(new, np.maximum(lengths - known_tokens, 0)))
+        held[first] = self._covered(places, first)
+        return uncached(self.lengths[admitted], np.maximum(held, known_tokens), self.block_tokens)
 
     def _covered(self, places: IntArray, time: IntArray) -> IntArray:
         """int[different]: longest common prefix of each prompt with any that was admitted before it.
@@ -230,6 +238,13 @@ def new_tokens(prompts: Prompts, order: npt.ArrayLike, known_tokens: int = 0) ->
     For several actors of a step, make one `PrefixOrder` and ask it for each.
     """
     return PrefixOrder(prompts).new_tokens(order, known_tokens)
+
+
+def uncached(tokens: npt.ArrayLike, held_tokens: npt.ArrayLike, block_tokens: int) -> IntArray:
+    """Tokens that are computed of prompts, elementwise: those whose first `held_tokens` are there, in KV blocks."""
+    count = np.asarray(tokens, dtype=np.int64)
+    most = count if block_tokens == 1 else (count - 1) // block_tokens * block_tokens
+    return ints(count - np.minimum(np.asarray(held_tokens) // block_tokens * block_tokens, most))
 
 
 def _flatten(prompts: Prompts) -> tuple[npt.NDArray[np.uint32], IntArray]:

@@ -13,17 +13,20 @@ A > N (N - 1) g t0 / (p k). For the l of a real profile, with slots and KV that 
 finds for every N the least A at which F(N, A) < F(N - 1, A), once, by bisection, and compares with it whenever a
 response finishes. No response length is predicted: which is the last to end is unknown, so every one of them may be,
 and that is why they are kept spread evenly, where the slowest actor is as quick as it can be.
+
+Where the plan has larger actors in reserve, the last responses move to them: see `rlhfless.scheduler.promotion`.
 """
 
 from dataclasses import dataclass, field
-from heapq import heapify, heappop, heapreplace
 
 import numpy as np
 
 from rlhfless.errors import InputError
-from rlhfless.scheduler.midstep import GenerationView, Leaving, Migration, Room, leaving_of
-from rlhfless.types.arrays import BoolArray, FloatArray, IntArray, ints
-from rlhfless.types.plan import ElasticTerms, MigrationSpec, Speed
+from rlhfless.scheduler.iteration import least_running, price_of_iteration
+from rlhfless.scheduler.midstep import GenerationView, Migration, Room, Start, leaving_of
+from rlhfless.scheduler.promotion import Promotion
+from rlhfless.types.arrays import BoolArray, IntArray, ints
+from rlhfless.types.plan import ElasticTerms, MigrationSpec
 
 ELASTIC = "elastic"
 
@@ -32,36 +35,6 @@ MOST_LOOKS = 2
 bounds the work of a decision; where two do not fit for want of KV, larger ones rarely do)."""
 EULER = 0.5772
 """Euler's constant: the longest of n exponential lives is ln n + EULER mean lives long, for n of more than a few."""
-
-
-def iteration_s(speed: Speed, batch: FloatArray) -> FloatArray:
-    """Seconds in which each of `batch` responses on an actor gets one more token, elementwise.
-
-    Linear between points, flat below one response; beyond the most that run at once they take turns.
-    """
-    most = int(speed.batch[-1])
-    at_once_s = np.interp(np.minimum(batch, most), speed.batch, speed.iteration_s)
-    return np.asarray(np.maximum(batch / most, 1.0) * at_once_s)
-
-
-def price_of_iteration(speed: Speed, price: float, actors: IntArray, running: IntArray) -> FloatArray:
-    """F(N, A) of the module's docstring, GPU-seconds, elementwise."""
-    return np.asarray((price + speed.gpus * actors) * iteration_s(speed, running / actors))
-
-
-def least_running(speed: Speed, price: float, actors: int) -> IntArray:
-    """int[actors + 1]: for each number of actors, the fewest running responses at which one fewer would not do better.
-
-    0 for one actor and for none; it never falls as actors grow. Where even full actors do no better, more responses
-    than can run.
-    """
-    count = np.arange(2, actors + 1)
-    low, high = np.ones_like(count), (count + 1) * int(speed.batch[-1])
-    while (low < high).any():
-        middle = (low + high) // 2
-        wide = price_of_iteration(speed, price, count, middle) < price_of_iteration(speed, price, count - 1, middle)
-        low, high = np.where(wide, low, np.minimum(middle + 1, high)), np.where(wide, middle, high)
-    return ints(np.maximum.accumulate(np.concatenate([[0, 0], low])))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,6 +57,8 @@ class Elastic:
     """For each speed, `least_running`."""
     _of_speed: tuple[IntArray, ...] = field(init=False, repr=False)
     """For each speed, its actors; empty where all have the same."""
+    _promotion: Promotion | None = field(init=False, repr=False)
+    """What the reserve is for; None without one."""
 
     def __post_init__(self) -> None:
         _check(self.price, self.terms)
@@ -93,6 +68,8 @@ class Elastic:
         object.__setattr__(self, "_least", tuple(least))
         of_speed = [ints(np.flatnonzero(self.terms.speed_of == row)) for row in range(count)]
         object.__setattr__(self, "_of_speed", tuple(of_speed) if count > 1 else ())
+        promotion = Promotion(self.price, self.terms) if self.terms.reserve.size else None
+        object.__setattr__(self, "_promotion", promotion)
 
     @property
     def spec(self) -> MigrationSpec:
@@ -100,19 +77,26 @@ class Elastic:
         return MigrationSpec(kind=ELASTIC, value=float(self.price), terms=self.terms)
 
     def triggered(self, assigned: IntArray, finished: IntArray, unfinished: IntArray) -> bool:
-        """See `MigrationRule`: of some size of actor, more are at work than do best."""
+        """See `MigrationRule`: of some size of actor, more are at work than do best, or the reserve may be wanted."""
         if not self._of_speed:
             return bool(unfinished.sum() < self._least[0][np.count_nonzero(unfinished)])
+        if self._promotion is not None and self._promotion.triggered(unfinished):
+            return True
         return any(self._too_many(unfinished, row) for row in range(len(self._of_speed)))
 
-    def decide(self, view: GenerationView) -> tuple[Migration, ...]:
+    def decide(self, view: GenerationView) -> tuple[Migration | Start, ...]:
         """See `MigrationRule`."""
         unfinished = view.running + view.waiting
         if not self.triggered(view.assigned, view.finished, unfinished):
             return ()
         room, took = Room.of(view), np.zeros(unfinished.size, dtype=np.bool_)
         remaining = float(view.tokens_generated.sum() / max(view.finished.sum(), 1))
-        decided: list[Migration] = []
+        decided: list[Migration | Start] = []
+        if self._promotion is not None:
+            decided += self._promotion.moves(view, unfinished, room, remaining)
+            if decided:
+                return tuple(decided)
+            decided += self._promotion.starts(view, unfinished, remaining)
         for row in range(len(self.terms.speeds)):
             while self._too_many(unfinished, row):
                 moves = self._release(view, row, unfinished, room, took, remaining)
@@ -145,7 +129,7 @@ class Elastic:
             lasts = remaining * (np.log(count) + EULER if count > 1 else 1.0)
             if saved * lasts <= (self.price + self.terms.speeds[row].gpus) * move_s:
                 continue
-            if moves := _spread(leaving, others, unfinished, room):
+            if moves := room.spread(leaving, others, unfinished):
                 unfinished[source] = room.slots[source] = 0
                 took[[move.target for move in moves]] = True
                 return moves
@@ -156,43 +140,6 @@ class Elastic:
         count, speed = np.array([actors, actors - 1]), self.terms.speeds[row]
         now, then = price_of_iteration(speed, self.price, count, np.array([running, running])).tolist()
         return float(now - then)
-
-
-def _spread(leaving: list[Leaving], others: IntArray, unfinished: IntArray, room: Room) -> list[Migration]:
-    """Place all of `leaving`, largest context first, each on the actor with the fewest unfinished that has room.
-
-    Enters what it places into the columns; nothing if one finds no room. At most twice as many actors as responses are
-    looked at, those with the fewest: as many would do where KV is plenty.
-    """
-    looked_at = min(others.size, 2 * len(leaving))
-    rank = unfinished[others] * unfinished.size + others
-    fewest = others[np.argpartition(rank, looked_at - 1)[:looked_at]]
-    heap = [(int(unfinished[target]), target) for target in fewest.tolist()]
-    heapify(heap)
-    slots = {target: int(room.slots[target]) for _, target in heap}
-    headroom = {target: int(room.headroom[target]) for _, target in heap}
-    placed: list[Migration] = []
-    for one in sorted(leaving, key=lambda one: (-one.context_tokens, one.response)):
-        aside = []
-        while heap and headroom[heap[0][1]] < one.context_tokens:
-            aside.append(heappop(heap))  # of the rest, smaller ones may fit
-        if not heap:
-            return []
-        load, target = heap[0]
-        slots[target], headroom[target] = slots[target] - 1, headroom[target] - one.context_tokens
-        placed.append(Migration(one.response, one.source, target))
-        if slots[target]:
-            heapreplace(heap, (load + 1, target))
-        else:
-            heappop(heap)
-        if aside:
-            heap += aside
-            heapify(heap)
-    for move in placed:
-        unfinished[move.target] += 1
-    for target, left in slots.items():
-        room.slots[target], room.headroom[target] = left, headroom[target]
-    return placed
 
 
 def _check(price: float, terms: ElasticTerms) -> None:
@@ -210,6 +157,12 @@ def _check(price: float, terms: ElasticTerms) -> None:
     require(len(terms.speeds) > 0, "no speeds")
     known = terms.speed_of.ndim == 1 and np.isin(terms.speed_of, np.arange(len(terms.speeds))).all()
     require(bool(known), f"speed_of must name one of {len(terms.speeds)} speeds for each actor")
+    begin = np.delete(terms.speed_of, terms.reserve) if _are_actors(terms) else ints([])
+    require(terms.reserve.size == 0 or begin.size > 0, "a reserve must name some, not all, of the actors, each once")
+    one = np.unique(begin).size <= 1 and np.unique(terms.speed_of[terms.reserve]).size <= 1
+    require(terms.reserve.size == 0 or one, "a reserve must be of one size, and all other actors too")
+    started = bool(np.isfinite(terms.start_s)) and terms.start_s >= 0
+    require(started, f"start_s {terms.start_s} must be a finite number of seconds, at least 0")
     for speed in terms.speeds:
         require(speed.gpus >= 1, f"an actor of {speed.gpus} GPUs; it needs at least 1")
         shaped = speed.batch.ndim == 1 and speed.batch.size >= 1 and speed.batch.shape == speed.iteration_s.shape
@@ -217,3 +170,9 @@ def _check(price: float, terms: ElasticTerms) -> None:
         require(bool(speed.batch[0] == 1 and (np.diff(speed.batch) > 0).all()), "batch must ascend from 1")
         good = np.isfinite(speed.iteration_s).all() and (speed.iteration_s > 0).all()
         require(bool(good and (np.diff(speed.iteration_s) >= 0).all()), "iteration_s must be above 0 s and not fall")
+
+
+def _are_actors(terms: ElasticTerms) -> bool:
+    """Whether the reserve names actors, each once."""
+    reserve = terms.reserve
+    return bool(np.isin(reserve, np.arange(terms.speed_of.size)).all() and np.unique(reserve).size == reserve.size)

@@ -7,15 +7,16 @@ import numpy as np
 
 from rlhfless.errors import InfeasibleError, InputError
 from rlhfless.scheduler import migration, policies, scaling, width
-from rlhfless.scheduler.beliefs import Beliefs, Site
-from rlhfless.scheduler.dedup import PrefixOrder
+from rlhfless.scheduler.beliefs import Beliefs, Seat, Site
+from rlhfless.scheduler.dedup import PrefixOrder, uncached
 from rlhfless.scheduler.estimate import DecodeModel, Work, running_sum
 from rlhfless.scheduler.frontier import Goal
+from rlhfless.scheduler.learned import SCHEMA, Learned
 from rlhfless.scheduler.lengths import DEFAULT_WINDOW, HistoryEstimator, LengthEstimator, LengthHistory
 from rlhfless.scheduler.mixed import CHANCE
 from rlhfless.scheduler.policies import Policy
 from rlhfless.scheduler.spread import Spread, SpreadHistory
-from rlhfless.scheduler.starts import Kept, Starts
+from rlhfless.scheduler.starts import Kept, Starts, first_gpus
 from rlhfless.types import plan as plans
 from rlhfless.types.arrays import FloatArray, IntArray, ints
 from rlhfless.types.cluster import Cluster
@@ -55,7 +56,8 @@ class Grounds:
         """`actors`: static N, by default all that fit; the range of N and lambda (`weight`) are for scaling policies.
 
         `profiles` (the same model at other tensor-parallel sizes), `goal` (by default the knee) and `chance` (of each
-        group ending in time) are for the frontier; all else runs on `profile`, as the frontier's actors may too.
+        group ending in time) are for the frontier; elastic takes larger sizes from them, to begin with or in reserve.
+        All else runs on `profile`, as these may too.
         `window` is the length history's; `estimator` replaces it, and must be given for an oracle policy. `start` and
         `hosting` override the policy's. Raises InputError for parameters out of range or that do not go together,
         InfeasibleError for a learner larger than the cluster.
@@ -91,6 +93,8 @@ class Grounds:
         if not 0.0 < chance < 1.0:
             raise InputError(f"chance {chance}: the chance of ending in time must lie between 0 and 1")
         mixing = sorted(sizes, reverse=True) if chosen.assignment == "frontier" else []
+        if chosen.migration == "elastic" and chosen.assignment == "dealt":
+            mixing = [tp for tp in sorted(sizes, reverse=True) if tp > profile.data.tp]
         self._models = {tp: DecodeModel.of(sizes[tp]) for tp in mixing}
         self._goal, self._chance = goal or Goal(), chance
         self._spread, self._asked = SpreadHistory(), (-1, np.empty(0))
@@ -104,6 +108,28 @@ class Grounds:
             self._spread.observe(report.epoch, self._asked[1], report.tokens.reshape(-1, n))
         self.estimator.observe(report)
         self._starts.observe(report)
+
+    @property
+    def learned(self) -> Learned:
+        """What steps have taught besides the lengths of prompts, which the estimator keeps."""
+        starts, (first_epoch, later_epochs) = self._starts, self._spread.seen
+        return Learned(
+            schema=SCHEMA,
+            shortest_s=dict(starts.shortest_s),
+            kept=first_gpus(starts.kept),
+            equal=first_gpus(starts.equal),
+            prefilled=starts.prefilled,
+            first_epoch=first_epoch,
+            later_epochs=later_epochs,
+        )
+
+    def relearn(self, known: Learned) -> None:
+        """Go on from what a planner of the same run had learned: the next plan is the one that it would have made.
+
+        Raises InputError for GPUs that the cluster does not have.
+        """
+        self._starts.relearn(known)
+        self._spread.relearn(known)
 
     def _site_of(self, algorithm: Algorithm, free: IntArray) -> Site:
         key = free.tobytes()
@@ -133,12 +159,9 @@ class Grounds:
     ) -> list[IntArray]:
         """For each actor int[assigned]: prompt tokens that it computes itself, in order of admission."""
         n, known = workload.responses_per_prompt, 0 if prefill is None else prefill.prefix_tokens
-        if known >= int(workload.prompt_tokens.max()):
-            nothing = ints(np.zeros(max(share.size for share in shares), dtype=np.int64))
-            return [nothing[: share.size] for share in shares]
-        if self.policy.prefix_caching:
+        if self.policy.prefix_caching and known < int(workload.prompt_tokens.max()):
             return [prefixes.new_tokens(share // n, known) for share in shares]
-        rest = np.maximum(workload.prompt_tokens - known, 0)
+        rest = uncached(workload.prompt_tokens, known, prefixes.block_tokens)
         return [ints(rest[share // n]) for share in shares]
 
     def _lengths(self, workload: Workload) -> FloatArray:
@@ -155,22 +178,29 @@ class Grounds:
         prefill_s: float,
         site: Site,
         kept: Kept | None = None,
+        seat: Seat | None = None,
     ) -> Beliefs:
+        """Of a step's prompts on actors of the planner's own size, or on those of `seat`."""
+        model, at, ways = seat or (self._model, site.positions, site.routes)
         tokens = workload.prompt_tokens[work.prompt]
         sent = np.minimum(tokens, prefill.prefix_tokens) if prefill is not None else np.zeros_like(tokens)
-        once = self.policy.prefix_caching
-        own = (tokens - sent) if once else (tokens - sent) * np.diff(work.copies_sum)
+        once, block_tokens = self.policy.prefix_caching, self.profile.data.kv_block_tokens
+        first = uncached(tokens, sent, block_tokens)
+        again = uncached(tokens, tokens, block_tokens) if once else first
+        own: FloatArray = first + (np.diff(work.copies_sum) - 1.0) * again
         kept = self._starts.kept if kept is None else kept
-        start_s, late_s = self._starts.decode_s(self.profile, site.positions, site.routes, site.learner, kept)
+        start_s, late_s = self._starts.decode_s(model.profile, at, ways, site.learner, kept)
         return Beliefs(
-            model=self._model,
+            model=model,
             work=work,
-            own_prefill_sum=running_sum(own.astype(np.float64)),
-            header_tokens=workload.common_prefix_tokens if once and prefill is None else 0,
+            own_prefill_sum=running_sum(own),
+            header_tokens=workload.common_prefix_tokens // block_tokens * block_tokens
+            if once and prefill is None
+            else 0,
             kv_bytes_sum=running_sum(sent * self.profile.data.kv_bytes_per_token),
             prefill_s=prefill_s,
-            routes=site.routes,
-            ready_s=np.maximum(site.routes.weights_s, late_s),
+            routes=ways,
+            ready_s=np.maximum(ways.weights_s, late_s),
             start_sum=running_sum(start_s),
         )
 

@@ -1,12 +1,13 @@
 """What a mid-step rule sees and says (RLHFless §4.3): the view of a running step, the moves, room for what moves.
 
-An executor calls `triggered` each time a response finishes, and `decide` where that holds. Rules have no memory and
-see no true lengths.
+An executor calls `triggered` each time a response finishes or a reserve actor is ready, and `decide` where that holds.
+Rules have no memory and see no true lengths.
 """
 
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
+from heapq import heapify, heappop, heapreplace
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -38,13 +39,25 @@ class GenerationView:
     """Further tokens whose KV it can hold."""
     cuts_so_far: int
     """Actors that mid-step rules have ended in this step."""
+    unasked: BoolArray
+    """bool[actors]: reserve actors that can be asked for (`Start`)."""
+    starting: BoolArray
+    """bool[actors]: reserve actors that have been asked for and are not ready yet."""
+    idle: BoolArray
+    """bool[actors]: reserve actors that are ready and have had no responses yet: they can take some."""
     unfinished: Callable[[int], tuple[IntArray, IntArray]]
     """The unfinished responses of an actor: numbers, and tokens of context (prompt and generated so far). Called only
     for actors that may be cut, since it costs more than the columns."""
 
+    queue: Callable[[int], tuple[IntArray, IntArray]] | None = None
+    """The responses of an actor that wait for a slot, in order of admission: numbers, and tokens of context; those on
+    their way to it are not among them. None where the executor moves all of an actor's responses or none."""
+    ended: Callable[[], IntArray] | None = None
+    """int[responses]: context at which each response has ended, 0 for those that have not; None likewise."""
+
     @property
     def alive(self) -> BoolArray:
-        """bool[actors]: has unfinished responses. An actor without has ended and can take nothing."""
+        """bool[actors]: has unfinished responses. One without can take nothing, unless it is idle: it has ended."""
         alive: BoolArray = (self.running + self.waiting) > 0
         return alive
 
@@ -56,9 +69,17 @@ class Migration:
     response: int
     """Its number."""
     source: int
-    """Actor that ends: every response that it has not finished moves in the same decision."""
+    """Actor that it leaves, which ends where it keeps no unfinished response. Most rules move all or none."""
     target: int
-    """Actor that takes it into an open slot."""
+    """Actor that takes it into an open slot; the source itself, where it waits, puts it at the head of its queue."""
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """A reserve actor is to start: from now on it holds its GPUs. The rule is asked again when it is ready."""
+
+    actor: int
+    """One that is unasked."""
 
 
 class MigrationRule(Protocol):
@@ -73,8 +94,8 @@ class MigrationRule(Protocol):
         """Whether `decide` can be other than empty; columns int64[actors], unfinished = running + waiting."""
         ...
 
-    def decide(self, view: GenerationView) -> tuple[Migration, ...]:
-        """What moves now, in the order of decision. No response moves twice in one call."""
+    def decide(self, view: GenerationView) -> tuple[Migration | Start, ...]:
+        """What moves and what starts now, in the order of decision. No response moves twice in one call."""
         ...
 
 
@@ -103,7 +124,7 @@ class Room:
 
     @classmethod
     def of(cls, view: GenerationView) -> "Room":
-        usable = view.alive & (view.kv_headroom_tokens > 0)
+        usable = (view.alive | view.idle) & (view.kv_headroom_tokens > 0)
         return cls(slots=np.where(usable, view.open_slots, 0), headroom=view.kv_headroom_tokens.copy())
 
     def take(self, leaving: list[Leaving], targets: IntArray) -> list[Migration]:
@@ -133,4 +154,41 @@ class Room:
             return []
         for target, slots, headroom in room:
             self.slots[target], self.headroom[target] = slots, headroom
+        return placed
+
+    def spread(self, leaving: list[Leaving], others: IntArray, unfinished: IntArray) -> list[Migration]:
+        """Place all of `leaving`, largest context first, each on the one of `others` with the fewest unfinished that
+        has room. All `others` have open slots.
+
+        Enters what it places into the columns; nothing if one finds no room. At most twice as many actors as responses
+        are looked at, those with the fewest: as many would do where KV is plenty.
+        """
+        looked_at = min(others.size, 2 * len(leaving))
+        rank = unfinished[others] * unfinished.size + others
+        fewest = others[np.argpartition(rank, looked_at - 1)[:looked_at]]
+        heap = [(int(unfinished[target]), target) for target in fewest.tolist()]
+        heapify(heap)
+        slots = {target: int(self.slots[target]) for _, target in heap}
+        headroom = {target: int(self.headroom[target]) for _, target in heap}
+        placed: list[Migration] = []
+        for one in sorted(leaving, key=lambda one: (-one.context_tokens, one.response)):
+            aside = []
+            while heap and headroom[heap[0][1]] < one.context_tokens:
+                aside.append(heappop(heap))  # of the rest, smaller ones may fit
+            if not heap:
+                return []
+            load, target = heap[0]
+            slots[target], headroom[target] = slots[target] - 1, headroom[target] - one.context_tokens
+            placed.append(Migration(one.response, one.source, target))
+            if slots[target]:
+                heapreplace(heap, (load + 1, target))
+            else:
+                heappop(heap)
+            if aside:
+                heap += aside
+                heapify(heap)
+        for move in placed:
+            unfinished[move.target] += 1
+        for target, left in slots.items():
+            self.slots[target], self.headroom[target] = left, headroom[target]
         return placed

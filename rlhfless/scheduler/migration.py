@@ -7,12 +7,13 @@ import numpy as np
 
 from rlhfless.errors import InputError
 from rlhfless.scheduler.elastic import ELASTIC, Elastic
-from rlhfless.scheduler.midstep import GenerationView, Migration, MigrationRule, Room, leaving_of
+from rlhfless.scheduler.midstep import GenerationView, Migration, MigrationRule, Room, Start, leaving_of
 from rlhfless.scheduler.repack import REPACK, Repack
+from rlhfless.scheduler.seer import SEER, Seer
 from rlhfless.types.arrays import BoolArray, FloatArray, IntArray
-from rlhfless.types.plan import MigrationSpec
+from rlhfless.types.plan import ElasticTerms, MigrationSpec
 
-__all__ = ["GenerationView", "Migration", "MigrationRule", "rule"]
+__all__ = ["GenerationView", "Migration", "MigrationRule", "Start", "rule"]
 """What executors need of mid-step rules."""
 
 CUT_AND_MIGRATE = "cut-and-migrate"
@@ -134,6 +135,13 @@ _RULES: dict[str, Callable[[float], MigrationRule]] = {
     GLOBAL_CUT: lambda value: GlobalCut(_whole(GLOBAL_CUT, value)),
     REPACK: lambda value: Repack(_whole(REPACK, value)),
 }
+_WEIGHING: dict[str, Callable[[float, ElasticTerms], MigrationRule]] = {
+    ELASTIC: Elastic,
+    SEER: lambda value, terms: Seer(_whole(SEER, value), terms),
+}
+"""Rules that need terms."""
+PARTING = (SEER,)
+"""Rules that move a part of an actor's responses while it goes on."""
 
 
 def rule(spec: MigrationSpec) -> MigrationRule:
@@ -141,11 +149,12 @@ def rule(spec: MigrationSpec) -> MigrationRule:
 
     Raises InputError for an unknown kind, a parameter out of range, or terms where there must be none or the reverse.
     """
-    if spec.kind not in (*_RULES, ELASTIC):
-        raise InputError(f"unknown migration rule {spec.kind!r}: known are {', '.join((*_RULES, ELASTIC))}")
-    if (spec.terms is None) == (spec.kind == ELASTIC):
+    known = (*_RULES, *_WEIGHING)
+    if spec.kind not in known:
+        raise InputError(f"unknown migration rule {spec.kind!r}: known are {', '.join(known)}")
+    if (spec.terms is None) == (spec.kind in _WEIGHING):
         raise InputError(f"{spec.kind}: {'needs its terms' if spec.terms is None else 'takes no terms'}")
-    return _RULES[spec.kind](spec.value) if spec.terms is None else Elastic(spec.value, spec.terms)
+    return _RULES[spec.kind](spec.value) if spec.terms is None else _WEIGHING[spec.kind](spec.value, spec.terms)
 
 
 def _whole(kind: str, value: float) -> int:

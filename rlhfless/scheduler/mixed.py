@@ -10,7 +10,8 @@ from rlhfless.errors import InfeasibleError
 from rlhfless.scheduler import crowd, frontier, placement, width
 from rlhfless.scheduler.beliefs import estimate_of
 from rlhfless.scheduler.cheapest import Groups, Path, Problem, Seats, path_of
-from rlhfless.scheduler.estimate import DecodeModel, running_sum
+from rlhfless.scheduler.dedup import uncached
+from rlhfless.scheduler.estimate import DecodeModel, even_bounds, running_sum
 from rlhfless.scheduler.frontier import Goal
 from rlhfless.scheduler.spread import Spread
 from rlhfless.types.arrays import FloatArray, IntArray, ints
@@ -29,9 +30,6 @@ EARLY = 0.1
 FLOOR_MOVES = 0.5
 """Part of `moved_s` that counts for the plan of equal groups (chosen: they end one after the other, so that responses
 move to groups that are nearly done rather than to the longest)."""
-PRICE = 6.0
-"""What the mid-step rule takes a second of the step to be worth, in terms of cost / time of the plan (measured against
-the simulator on five presets: 1 trades 10 % of time for 20 % of cost, 4 trades 2 % for 15 %, 16 hardly anything)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,12 +115,15 @@ class Step:
     def plan(self, goal: Goal, options: Sequence[Option], borders: int = crowd.BORDERS) -> Mixed:
         """The best plan for the goal over all options. Raises InfeasibleError as `frontier.choose` does."""
         order = np.argsort(-self.estimates, kind="stable")
-        row, kinds = self._row(order, borders)
-        problems = [self._problem(row, kinds, order, option) for option in options]
-        floor = self._floor(row, order, options[-1])
+        offered, equal = crowd.borders_of(order.size, borders), self._equal_borders()
+        whole, seats = self._crowd(order, np.union1d(offered, equal)), self._seats()
+        row = whole.at(offered)
+        kinds = self._times(row)
+        problems = [self._problem(row, kinds, order, option, seats) for option in options]
+        floor = self._floor(whole.at(equal), order, options[-1], seats)
         if goal.kind == "knee" and not self.learned:
             path, table = self._unlearned(row, problems[0], floor)
-            return self._placed(row, order, options[0], problems[0], path, table)
+            return self._placed(row, order, options[0], problems[0], path, table, frontier.price_of(path, floor))
         best: Path | None = None
         chosen: FrontierTable | None = None
         problem, option = problems[0], options[0]
@@ -140,7 +141,8 @@ class Step:
         if best is None or chosen is None:
             assert refused is not None
             raise refused
-        return self._placed(row, order, option, problem, best, chosen)
+        price = frontier.price_of(best, floor if goal.kind == "knee" else None)
+        return self._placed(row, order, option, problem, best, chosen, price)
 
     def _unlearned(self, row: crowd.Crowd, problem: Problem, floor: Path) -> tuple[Path, FrontierTable]:
         """While no length has been seen: equal groups on actors of one size, with time ahead of cost. Groups of
@@ -158,28 +160,30 @@ class Step:
         chosen = int(frontier.scores(goal, paths, floor).argmin())
         return paths[chosen], frontier.table_of(paths, goal, chosen)
 
-    def _row(self, order: IntArray, borders: int) -> tuple[crowd.Crowd, list[crowd.GroupTimes]]:
-        row = self._crowd(order, borders)
-        return row, [crowd.group_times(seat.model, row, self.chance) for seat in self.seats]
+    def _times(self, row: crowd.Crowd) -> list[crowd.GroupTimes]:
+        return [crowd.group_times(seat.model, row, self.chance) for seat in self.seats]
 
-    def _floor(self, row: crowd.Crowd, order: IntArray, option: Option) -> Path:
-        """The paper's plan: equal groups, cut at tau, its processes warm."""
+    def _equal_borders(self) -> IntArray:
+        """int[actors + 1]: where the paper's groups begin, and the end."""
+        prompts = self.workload.size
+        return np.append(prompts - even_bounds(prompts, ints([self.equal[0]]))[1], prompts)
+
+    def _floor(self, row: crowd.Crowd, order: IntArray, option: Option, seats: Seats) -> Path:
+        """The paper's plan: equal groups, cut at tau, its processes warm. `row` has their borders."""
         actors, tp = self.equal
         kind = next(number for number, seat in enumerate(self.seats) if seat.at.gpus.shape[1] == tp)
-        times = crowd.group_times(self.seats[kind].model, row, self.chance, self.tau)
-        problem = self._problem(row, [times] * len(self.seats), order, replace(option, late_s=0.0))
-        seats = problem.seats
-        groups = self._equal_groups(row, problem, kind, actors)
-        own = [seat for _, _, seat in groups]
+        times = crowd.group_times(self.seats[kind].model, row, self.chance, self.tau, neighbours=True)
+        problem = self._problem(row, [times] * len(self.seats), order, replace(option, late_s=0.0), seats)
+        own = np.flatnonzero(seats.kind == kind)[:actors].tolist()
         ready_s, start_s = seats.ready_s.copy(), seats.start_s.copy()
-        ready_s[own] = self.seats[kind].routes.weights_s[: len(own)]
+        ready_s[own] = self.seats[kind].routes.weights_s[:actors]
         start_s[own] = np.minimum(start_s[own], self.seats[kind].model.profile.data.warm_start_s)
         warm = replace(
             problem,
             seats=replace(seats, start_s=start_s, ready_s=ready_s),
             moved_s=FLOOR_MOVES * problem.moved_s,
         )
-        return path_of(warm, groups)
+        return path_of(warm, tuple((number, number + 1, seat) for number, seat in enumerate(own)))
 
     def _equal_groups(self, row: crowd.Crowd, problem: Problem, kind: int, actors: int) -> Groups:
         """Equal groups on the nearest actors of one size; borders are the nearest that are offered."""
@@ -191,10 +195,11 @@ class Step:
     def problems(self, options: Sequence[Option], borders: int = crowd.BORDERS) -> list[Problem]:
         """The frontier's problem under each option."""
         order = np.argsort(-self.estimates, kind="stable")
-        row, kinds = self._row(order, borders)
-        return [self._problem(row, kinds, order, option) for option in options]
+        row, seats = self._crowd(order, crowd.borders_of(order.size, borders)), self._seats()
+        kinds = self._times(row)
+        return [self._problem(row, kinds, order, option, seats) for option in options]
 
-    def _crowd(self, order: IntArray, borders: int) -> crowd.Crowd:
+    def _crowd(self, order: IntArray, borders: IntArray) -> crowd.Crowd:
         work = self.workload
         return crowd.Crowd.of(
             self.estimates[order],
@@ -202,15 +207,21 @@ class Step:
             work.prompt_tokens[order],
             work.responses_per_prompt,
             work.max_response_tokens,
-            crowd.borders_of(work.size, borders),
+            borders,
         )
 
-    def _problem(self, row: crowd.Crowd, kinds: Sequence[crowd.GroupTimes], order: IntArray, option: Option) -> Problem:
+    def _problem(
+        self, row: crowd.Crowd, kinds: Sequence[crowd.GroupTimes], order: IntArray, option: Option, seats: Seats
+    ) -> Problem:
         work, prefill = self.workload, option.prefill
         tokens = work.prompt_tokens[order]
         sent = np.minimum(tokens, prefill.prefix_tokens) if prefill is not None else np.zeros_like(tokens)
-        own = tokens - sent if self.prefix_caching else (tokens - sent) * work.responses_per_prompt
-        header = work.common_prefix_tokens if self.prefix_caching and prefill is None else 0
+        block_tokens = self.seats[0].model.profile.data.kv_block_tokens
+        own = uncached(tokens, sent, block_tokens)
+        again = uncached(tokens, tokens, block_tokens) if self.prefix_caching else own
+        own = own + (work.responses_per_prompt - 1) * again
+        header = work.common_prefix_tokens // block_tokens * block_tokens
+        header = header if self.prefix_caching and prefill is None else 0
         own_sum = running_sum((own - header).astype(np.float64))[row.borders]
         kv_bytes = running_sum(sent * self.seats[0].model.profile.data.kv_bytes_per_token)[row.borders]
         own_tokens = np.maximum(own_sum[None, :] - own_sum[:, None], 0.0) + header
@@ -226,7 +237,7 @@ class Step:
             held_s=np.stack(held),
             cut_s=np.stack(cut),
             moved_s=np.stack(moved),
-            seats=self._seats(),
+            seats=seats,
             kv_bytes=kv_bytes,
             prefill_s=option.prefill_s + option.late_s,
             fixed_gpu_s=(option.prefill_s + option.late_s) * option.gpus,
@@ -235,7 +246,7 @@ class Step:
         def together_s(groups: Groups) -> tuple[float, float]:
             kind = posed.seats.kind
             own = [
-                (kinds[kind[seat]], i, j, float(posed.begin_s(seat)[j] + own_s[kind[seat]][i, j]))
+                (kinds[kind[seat]], i, j, float(posed.begins_s[seat, j] + own_s[kind[seat]][i, j]))
                 for i, j, seat in groups
             ]
             early_s, last_s = crowd.together_s(own, (min(EARLY, self.chance), self.chance)).tolist()
@@ -261,7 +272,14 @@ class Step:
         return Seats(**{name: np.concatenate(columns)[order] for name, columns in parts.items()})  # type: ignore[arg-type]
 
     def _placed(
-        self, row: crowd.Crowd, order: IntArray, option: Option, problem: Problem, path: Path, table: FrontierTable
+        self,
+        row: crowd.Crowd,
+        order: IntArray,
+        option: Option,
+        problem: Problem,
+        path: Path,
+        table: FrontierTable,
+        price: float,
     ) -> Mixed:
         """The path's actors on their GPUs, with the transfers that they really have together."""
         seats, n = problem.seats, self.workload.responses_per_prompt
@@ -290,7 +308,7 @@ class Step:
             gpus=gpus,
             estimate=estimate_of(problem.prefill_s, np.maximum(ways.weights_s, late_s), kv_s, decode_s, tp),
             table=table,
-            price=PRICE * path.cost_gpu_s / path.time_s,
+            price=price,
             terms=self._terms(row, tp),
         )
 
@@ -305,4 +323,6 @@ class Step:
             speeds=tuple(width.at_context(models[size].profile, context, context) for size in sizes),
             speed_of=ints(np.searchsorted(sizes, tp)),
             move_s_per_token=move_s / context,
+            reserve=ints([]),
+            start_s=0.0,
         )

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rlhfless.scheduler.assignment import Assignment, dealt
-from rlhfless.scheduler.elastic import iteration_s
+from rlhfless.scheduler.iteration import iteration_s
 from rlhfless.types.arrays import FloatArray, IntArray, ints
 from rlhfless.types.plan import Speed
 
@@ -38,9 +38,14 @@ class Peer:
     """Its system and paper."""
     assumed: str
     """What had to be assumed or left out here."""
-    synchronous: bool = True
-    """Whether the system trains each step on that step's responses alone, all drawn from the newest weights. What one
-    that does not may gain elsewhere is no gain here, and the other way round."""
+    gives_up: str | None = None
+    """What of synchronous training the system gives up, where it does not train each step on all responses of that
+    step's prompts, all drawn from the newest weights. What it gains is then not to be judged alone."""
+
+    @property
+    def synchronous(self) -> bool:
+        """Whether nothing is given up."""
+        return self.gives_up is None
 
 
 PEERS: Mapping[str, Peer] = MappingProxyType(
@@ -64,7 +69,26 @@ PEERS: Mapping[str, Peer] = MappingProxyType(
             paper="Laminar (arXiv 2510.12633), dynamic repack",
             assumed="shuffled prompts, repacked inside one synchronous step whenever a response ends; the bound on a "
             "batch is where an iteration takes a quarter longer than alone; trajectories do not outlive their step",
-            synchronous=False,
+            gives_up="responses may be older than the newest weights",
+        ),
+        "seer": Peer(
+            paper="Seer (arXiv 2511.14617), divided rollout with context-aware scheduling",
+            assumed="one probe of each prompt first, then the prompts whose longest ended response is longest; what "
+            "waits goes to open slots, what runs to the emptiest actor where it ends sooner, at the ends of others in "
+            "place of its own chunks' borders; KV is sent or computed again, not pooled; no speculative decoding",
+        ),
+        "rollpacker": Peer(
+            paper="RollPacker (arXiv 2509.21009), tail batching",
+            assumed="a quarter more prompts and responses than wanted in short rounds, the first to end are kept; the "
+            "other prompts wait, and fill a long round with all of their responses drawn anew; `dp` otherwise; neither "
+            "its scheduling of rewards nor of training",
+            gives_up="long responses are dropped in short rounds, and long prompts come later",
+        ),
+        "april": Peer(
+            paper="APRIL (arXiv 2509.18521), active partial rollouts",
+            assumed="more prompts than wanted are begun; once enough have all of their responses the rest stops, and "
+            "goes on in the next step from the tokens that it has, whose KV is computed again; `dp` otherwise",
+            gives_up="responses begin under older weights",
         ),
         "lpt": Peer(
             paper="longest processing time first (Graham 1969)",
@@ -72,8 +96,8 @@ PEERS: Mapping[str, Peer] = MappingProxyType(
         ),
     }
 )
-"""Peers by the name of their policy. Not among them: Seer, which needs one queue that all actors draw from; RollPacker
-and APRIL, which change the responses that a step trains on."""
+"""Peers by the name of their policy; those of rollpacker and april, which change what a step trains on, are loops over
+steps in `experiments.rounds`."""
 
 
 def batch_limit(speed: Speed) -> int:
@@ -111,12 +135,22 @@ def longest_first(estimates: npt.ArrayLike, n: int, actors: int, speed: Speed) -
     return tuple(_responses(ranked[of == actor], n) for actor in range(actors))
 
 
+def probes_first(estimates: npt.ArrayLike, n: int, actors: int, speed: Speed) -> Assignment:
+    """Prompts in their order, in turn; each actor admits the first response of all of its prompts, then the rest."""
+    ranked, _ = _ranked(estimates, n, actors)
+    dealt_out = (np.arange(actor, ranked.size, actors) for actor in range(actors))
+    return tuple(
+        ints(np.concatenate([prompts * n, (prompts[:, None] * n + np.arange(1, n)).ravel()])) for prompts in dealt_out
+    )
+
+
 ASSIGNMENTS: Mapping[str, Callable[[npt.ArrayLike, int, int, Speed], Assignment]] = MappingProxyType(
     {
         "time-balanced": time_balanced,
         "skew-split": skew_split,
         "tail-isolated": tail_isolated,
         "longest-first": longest_first,
+        "probes-first": probes_first,
     }
 )
 """Rules by the name under which a policy has them."""

@@ -7,20 +7,29 @@ import numpy as np
 
 from rlhfless.errors import InputError
 from rlhfless.rng import stream
-from rlhfless.scheduler import assignment, frontier, migration, peers, placement, policies, scaling, width
-from rlhfless.scheduler.beliefs import Beliefs, Site
+from rlhfless.scheduler import assignment, frontier, gather, migration, peers, placement, policies, scaling, width
+from rlhfless.scheduler.beliefs import Beliefs, Seat, Site
 from rlhfless.scheduler.dedup import PrefixOrder
 from rlhfless.scheduler.elastic import Elastic
 from rlhfless.scheduler.estimate import Work, even_bounds, group_times, running_sum, split_work
 from rlhfless.scheduler.grounds import Grounds, by_length, in_order
 from rlhfless.scheduler.mixed import Option, SeatsOf, Step
-from rlhfless.scheduler.policies import GLOBAL_CUT_SHARE
 from rlhfless.scheduler.repack import Repack
+from rlhfless.scheduler.seer import Seer
 from rlhfless.scheduler.starts import PREWARM_BUFFER_S
 from rlhfless.types import plan as plans
-from rlhfless.types.arrays import FloatArray, IntArray
+from rlhfless.types.arrays import FloatArray, IntArray, floats, ints
 from rlhfless.types.cluster import ClusterState
-from rlhfless.types.plan import CandidateTable, DecodeActor, FrontierTable, Plan, PlanEstimate, PrefillPlan, Prewarm
+from rlhfless.types.plan import (
+    CandidateTable,
+    DecodeActor,
+    ElasticTerms,
+    FrontierTable,
+    Plan,
+    PlanEstimate,
+    PrefillPlan,
+    Prewarm,
+)
 from rlhfless.types.workload import Algorithm, Workload
 
 
@@ -47,7 +56,7 @@ class Planner(Grounds):
         rule = self.policy
         self.profile.require_fit(int(workload.prompt_tokens.max()), workload.max_response_tokens)
         site = self._site_of(workload.algorithm, state.free_gpus)
-        prefixes = PrefixOrder.of(workload)
+        prefixes = PrefixOrder.of(workload, self.profile.data.kv_block_tokens)
         decide = {"frontier": self._mixed, "dealt": self._elastic}.get(rule.assignment, self._uniform)
         made = decide(workload, prefixes, site)
         own_prefill = self._own_prefill(workload, prefixes, made.prefill, made.shares)
@@ -73,7 +82,7 @@ class Planner(Grounds):
                     responses=share,
                     prefill_tokens=own,
                     # these give an actor more than it began with
-                    slots=slots[tp] if rule.migration in ("elastic", "repack") else min(slots[tp], share.size),
+                    slots=slots[tp] if rule.migration in ("elastic", "repack", "seer") else min(slots[tp], share.size),
                     tp=tp,
                 )
                 for share, own, tp in zip(made.shares, own_prefill, made.sizes, strict=True)
@@ -125,45 +134,92 @@ class Planner(Grounds):
             sizes=[self.profile.data.tp] * count,
             gpus=tuple(map(tuple, site.positions.gpus[:count].tolist())),
             estimate=beliefs.estimate(decode_s[order], starts[order], ends[order]),
-            migration=self._migration(workload, lengths),
+            migration=self._migration(workload, lengths, beliefs, count),
             candidates=table,
             notes=notes,
         )
 
     def _elastic(self, workload: Workload, prefixes: PrefixOrder, site: Site) -> _Decision:
-        """As many actors to start with, and as eager a rule, as beat the paper's choice most in time and cost."""
-        lengths, n, data = self._lengths(workload), workload.responses_per_prompt, self.profile.data
+        """As many actors to start with, of such a size, with or without a larger one in reserve, and as eager a rule,
+        as beat the paper's choice most in time and cost."""
+        lengths, n = self._lengths(workload), workload.responses_per_prompt
         prefill, prefill_s = self._prefill(workload, prefixes, site)
         work = by_length(workload, lengths)
-        beliefs = self._beliefs(work, workload, prefill, prefill_s, site)
-        if self._starts.waking:
-            # a process that is kept serves all later steps: its first start is no reason against it in this one
-            beliefs = replace(beliefs, start_sum=running_sum(np.full(beliefs.ready_s.size, data.warm_start_s)))
         rival, known = self._equal(work, workload, prefill, prefill_s, site)
-        equal = assignment.sorted_even(lengths, n, int(known.actors[known.chosen]))
+        chosen = int(known.actors[known.chosen])
         expected, spread = self._expected(workload)
         rng = stream(self.seed, "width", workload.step)
         drawn = width.draw(expected, spread, n, workload.max_response_tokens, rng)
+        equal = assignment.sorted_even(lengths, n, chosen)
         goal = width.cut_and_migrate(rival, drawn, workload.prompt_tokens, equal, self._tau)
-        beliefs = replace(beliefs, work=in_order(work.prompt, workload, drawn.mean(axis=1)))
-        speed = width.speed_of(beliefs)
-        least = known.actors[0 if self._spread else known.chosen]  # lengths unknown: no fewer
-        candidates = scaling.ladder(int(least), int(known.actors[-1]), width.CANDIDATES)
-        wide = width.choose(beliefs, drawn, workload.prompt_tokens, speed, candidates, goal)
+        network = self.cluster.hosts[0].network
+        longest = int(workload.prompt_tokens.max()), workload.max_response_tokens
+        larger = [seat for seat in site.seats if seat[0].profile.fits(*longest)]
+        found = []
+        for seat in ((self._model, site.positions, site.routes), *reversed(larger)):
+            model, at, _ = seat
+            beliefs = self._beliefs(work, workload, prefill, prefill_s, site, seat=seat)
+            if self._starts.waking:
+                # a process that is kept serves all later steps: its first start is no reason against it in this one
+                warm_s = np.full(at.host.size, model.profile.data.warm_start_s)
+                beliefs = replace(beliefs, start_sum=running_sum(warm_s))
+            beliefs = replace(beliefs, work=in_order(work.prompt, workload, drawn.mean(axis=1)))
+            # lengths unknown: no fewer GPUs than the paper's
+            least = 1 if self._spread else -(-chosen * self.profile.data.tp // model.profile.data.tp)
+            most = min(at.host.size, workload.size, self._most or workload.size)
+            candidates = scaling.ladder(min(max(least, self._least), most), most, width.CANDIDATES)
+            tp = model.profile.data.tp
+            reserves = self._reserves([each for each in larger if each[0].profile.data.tp > tp], beliefs, at, site)
+            found.append(
+                (width.choose(beliefs, drawn, workload.prompt_tokens, candidates, goal, reserves, network), seat)
+            )
+        wide, seat = min(found, key=lambda each: each[0].score)
+        model, at, _ = seat
         shares = assignment.dealt(lengths, n, wide.actors)
         tokens = [int(column.sum()) for column in self._own_prefill(workload, prefixes, prefill, shares)]
         work, starts, ends = split_work(shares, expected, workload.prompt_tokens, n)
-        dealt = self._beliefs(work, workload, prefill, prefill_s, site)
-        estimate = dealt.estimate(group_times(self._model, work, starts, ends, tokens), starts, ends)
-        weighed = width.terms(beliefs, speed, wide.actors, self.cluster.hosts[0].network)
+        dealt = self._beliefs(work, workload, prefill, prefill_s, site, seat=seat)
+        estimate = dealt.estimate(group_times(model, work, starts, ends, tokens), starts, ends)
+        later = () if wide.reserve is None else (wide.reserve.gpus,)
+        none = np.zeros(len(later))
         return _Decision(
             prefill=prefill,
-            shares=shares,
-            sizes=[data.tp] * wide.actors,
-            gpus=tuple(map(tuple, site.positions.gpus[: wide.actors].tolist())),
-            estimate=replace(estimate, generation_s=wide.generation_s, decode_gpu_s=wide.decode_gpu_s),
-            migration=Elastic(wide.price, weighed).spec if wide.actors > 1 else None,
+            shares=[*shares, *(ints([]) for _ in later)],
+            sizes=[model.profile.data.tp] * wide.actors + [len(gpus) for gpus in later],
+            gpus=(*map(tuple, at.gpus[: wide.actors].tolist()), *later),
+            estimate=replace(
+                estimate,
+                generation_s=wide.generation_s,
+                decode_gpu_s=wide.decode_gpu_s,
+                ready_s=floats(np.append(estimate.ready_s, none)),
+                kv_s=floats(np.append(estimate.kv_s, none)),
+                decode_s=floats(np.append(estimate.decode_s, none)),
+            ),
+            migration=Elastic(wide.price, wide.terms).spec if wide.actors > 1 or later else None,
         )
+
+    def _reserves(
+        self, larger: Sequence[Seat], beliefs: Beliefs, begin: placement.Positions, site: Site
+    ) -> list[width.Reserve]:
+        """An actor of each size that may be kept in reserve, as far from where those that `begin` are as can be. Just
+        one: on the shipped presets a second cost more than it saved."""
+        found = []
+        for model, at, ways in larger:
+            profile, host = model.profile, self.cluster.hosts[int(at.host[-1])]
+            start_s, _ = self._starts.decode_s(profile, at, ways, site.learner, self._starts.kept)
+            near = bool(np.isin(at.host[-1], self.cluster.host_of[site.learner]))
+            load_s = (host.local if near else host.network).transfer_s(profile.data.weight_bytes)
+            in_its_way = np.isin(begin.gpus, at.gpus[-1]).any(axis=1)
+            found.append(
+                width.Reserve(
+                    profile=profile,
+                    speed=width.speed_of(beliefs, profile),
+                    gpus=tuple(at.gpus[-1].tolist()),
+                    start_s=float(start_s[-1]) + load_s,
+                    beside=int(np.flatnonzero(np.append(in_its_way, True))[0]),
+                )
+            )
+        return found
 
     def _mixed(self, workload: Workload, prefixes: PrefixOrder, site: Site) -> _Decision:
         """Groups, number and sizes of actors chosen together on the time-cost frontier."""
@@ -187,7 +243,7 @@ class Planner(Grounds):
         if self.policy.assignment != "frontier":
             raise InputError(f"policy {self.policy.name} plans without a frontier; {policies.FRONTIER} has one")
         site = self._site_of(workload.algorithm, state.free_gpus)
-        options = self._options(workload, PrefixOrder.of(workload), site)
+        options = self._options(workload, PrefixOrder.of(workload, self.profile.data.kv_block_tokens), site)
         problems = self._step(workload, options[-1], site).problems(options)
         paths = [path for problem in problems for path in frontier.frontier(problem, least_step)]
         return frontier.table_of(frontier.undominated(paths), self._goal, 0)
@@ -233,14 +289,30 @@ class Planner(Grounds):
             options.append(Option(prefill=prefill, prefill_s=prefill_s, late_s=late_s, gpus=site.learner.size, cut=cut))
         return options
 
-    def _migration(self, workload: Workload, lengths: FloatArray) -> plans.MigrationSpec | None:
+    def _migration(
+        self, workload: Workload, lengths: FloatArray, beliefs: Beliefs, count: int
+    ) -> plans.MigrationSpec | None:
         if self.policy.migration in (None, "elastic"):  # elastic's depends on the number of actors
             return None
         if self.policy.migration == "cut-and-migrate":
             return migration.CutAndMigrate(self._tau).spec
         if self.policy.migration == "repack":
             return Repack(peers.batch_limit(self._speed(workload, lengths))).spec
-        return migration.GlobalCut(int(np.ceil(GLOBAL_CUT_SHARE * workload.responses))).spec
+        if self.policy.migration == "seer":
+            terms = ElasticTerms(
+                speeds=(self._speed(workload, lengths),),
+                speed_of=ints(np.zeros(count, dtype=np.int64)),
+                move_s_per_token=width.move_s_per_token(beliefs, self.cluster.hosts[0].network),
+                reserve=ints([]),
+                start_s=0.0,
+            )
+            return Seer(workload.responses_per_prompt, terms).spec
+        expected, spread = self._expected(workload)
+        rng = stream(self.seed, "cut", workload.step)
+        drawn = width.draw(expected, spread, workload.responses_per_prompt, workload.max_response_tokens, rng)
+        move_s = width.move_s_per_token(beliefs, self.cluster.hosts[0].network)
+        left = gather.remaining(self.profile, drawn, workload.prompt_tokens, count, move_s)
+        return migration.GlobalCut(left).spec
 
     def _prewarm(self, algorithm: Algorithm, made: _Decision) -> tuple[Prewarm, ...]:
         """When each function is asked for: the shortest past of the phase before its own, plus a buffer (§5).

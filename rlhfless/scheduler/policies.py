@@ -10,19 +10,17 @@ from rlhfless.types.plan import Hosting, Start
 
 Assignment = Literal[
     "sorted-even", "dealt", "shuffled-even", "least-in-flight", "frontier",
-    "time-balanced", "skew-split", "tail-isolated", "longest-first",
+    "time-balanced", "skew-split", "tail-isolated", "longest-first", "probes-first",
 ]  # fmt: skip
 """A rule of `rlhfless.scheduler.assignment`; frontier: `rlhfless.scheduler.frontier`, which sizes groups and actors."""
 
 FRONTIER = "frontier"
 """Policy that chooses groups, their number and the sizes of actors together."""
-Migration = Literal["cut-and-migrate", "global-cut", "elastic", "repack"]
+Migration = Literal["cut-and-migrate", "global-cut", "elastic", "repack", "seer"]
 """A rule of `rlhfless.scheduler.migration`."""
 
 ORACLE = "oracle:"
 """Prefix of a policy's name that marks one whose length estimator was given the true lengths."""
-GLOBAL_CUT_SHARE = 0.2
-"""Share of the step's responses still running at which a global cut falls (chosen; RLHFuse searches its own)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +88,12 @@ _PEERS: tuple[tuple[str, str, Assignment, Migration | None], ...] = (
         "shuffled-even",
         "repack",
     ),
+    (
+        "seer",
+        "dp, one response of each prompt first, then the longest prompts, on any actor with room (Seer).",
+        "probes-first",
+        "seer",
+    ),
     ("lpt", "dp, each prompt, longest first, going to the actor with the fewest tokens.", "longest-first", None),
 )
 """(name, summary, assignment, mid-step rule) of what `rlhfless.scheduler.peers` describes."""
@@ -129,7 +133,8 @@ POLICIES: Mapping[str, Policy] = MappingProxyType(
             replace(
                 _PLACED,
                 name="elastic",
-                summary="Starts wide with an even mix of lengths, and releases actors as responses finish.",
+                summary="Starts wide with an even mix of lengths, releases actors as responses finish; begins with "
+                "the best of several sizes, and may keep a larger actor in reserve for the last responses.",
                 assignment="dealt",
                 scale=True,
                 migration="elastic",

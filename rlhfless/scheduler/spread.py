@@ -13,7 +13,8 @@ from statistics import NormalDist
 
 import numpy as np
 
-from rlhfless.types.arrays import FloatArray, IntArray
+from rlhfless.scheduler.learned import Learned
+from rlhfless.types.arrays import FloatArray, IntArray, floats
 
 PRIOR_SPREAD = 0.5
 """Standard deviation of log lengths about their estimate before anything was seen (chosen: the spread of lengths over a
@@ -76,6 +77,17 @@ class SpreadHistory:
 
     def __bool__(self) -> bool:
         return bool(self._seen)
+
+    @property
+    def seen(self) -> tuple[FloatArray, FloatArray]:
+        """float[2, kept] each: log estimate and log length of responses of the first epoch, and of later ones."""
+        first, later = (floats(self._seen.get(late, np.empty((2, 0)))) for late in (False, True))
+        return first, later
+
+    def relearn(self, learned: Learned) -> None:
+        """Go on from what another planner's had learned."""
+        found = {False: learned.first_epoch, True: learned.later_epochs}
+        self._seen = {late: pairs for late, pairs in found.items() if pairs.size}
 
     def of(self, epoch: int, estimates: FloatArray) -> Spread:
         """The spread of a step's estimates, float[prompts].

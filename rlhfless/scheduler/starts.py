@@ -4,8 +4,10 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from rlhfless.errors import InputError
 from rlhfless.scheduler import placement
-from rlhfless.types.arrays import BoolArray, FloatArray, IntArray
+from rlhfless.scheduler.learned import Learned
+from rlhfless.types.arrays import BoolArray, FloatArray, IntArray, ints
 from rlhfless.types.plan import Hosting, Start
 from rlhfless.types.profile import COLD_START_GPU_SHARE, Profile
 from rlhfless.types.report import StepReport
@@ -26,7 +28,8 @@ class Starts:
         self._gpus = gpus
         self._kept: dict[int, BoolArray] = {}
         self._equal: dict[int, BoolArray] = {}
-        self._prefilled = False  # whether a prefill actor's process is kept
+        self.prefilled = False
+        """Whether a prefill actor's process is kept."""
         self.shortest_s: dict[str, float] = {}
         """Phase -> its shortest in any step."""
 
@@ -48,12 +51,25 @@ class Starts:
     def observe(self, report: StepReport) -> None:
         """Learn from a step that has been carried out."""
         for one in report.invocations:
-            self._prefilled |= one.function == "prefill"
+            self.prefilled |= one.function == "prefill"
             if one.function == "decode":
                 self._keep(self._kept, len(one.gpus), one.gpus[0])
         for phase in report.phases:
             shortest_s = self.shortest_s.get(phase.name, np.inf)
             self.shortest_s[phase.name] = min(report.execution_s(phase.name), shortest_s)
+
+    def relearn(self, learned: Learned) -> None:
+        """Go on from what another's had learned. Raises InputError for GPUs that this cluster does not have."""
+        most = max(
+            (int(gpus.max(initial=-1)) for each in (learned.kept, learned.equal) for gpus in each.values()), default=-1
+        )
+        if most >= self._gpus:
+            raise InputError(f"what was learned is of a cluster with a GPU {most}, this one has {self._gpus}")
+        self.shortest_s = dict(learned.shortest_s)
+        self._kept, self._equal, self.prefilled = {}, {}, learned.prefilled
+        for known, found in ((self._kept, learned.kept), (self._equal, learned.equal)):
+            for tp, first in found.items():
+                self._keep(known, int(tp), first)
 
     def keep_equal(self, tp: int, first: IntArray) -> None:
         """The paper's rule would have run actors of a size on these first GPUs."""
@@ -64,7 +80,7 @@ class Starts:
 
     def prefill_late_s(self, profile: Profile) -> float:
         """Seconds by which prefill ends later because its process starts anew while others are woken."""
-        new = self._warm and self._kept and not self._prefilled
+        new = self._warm and self._kept and not self.prefilled
         return COLD_START_GPU_SHARE * profile.data.cold_start_s if new else 0.0
 
     def decode_s(
@@ -88,3 +104,8 @@ class Starts:
         blocked_s = np.where(beside, ways.prefill_s + COLD_START_GPU_SHARE * data.cold_start_s, 0.0)
         new_s = np.maximum(late_s, blocked_s)
         return np.where(kept, data.warm_start_s, data.cold_start_s), np.where(kept, 0.0, new_s)
+
+
+def first_gpus(kept: Kept) -> dict[str, IntArray]:
+    """Size -> int[]: first GPUs of actors of that size whose process is kept, ascending."""
+    return {str(tp): ints(np.flatnonzero(gpus)) for tp, gpus in sorted(kept.items())}

@@ -4,6 +4,8 @@ With every response running from the start, A(t) responses run in iteration t on
 actors that the rule leaves. Time and cost are then sums over the stretches between the ends of responses, for any N to
 start with and any price of time. What matters is the tail, which the mean lengths that estimators give do not have:
 lengths are therefore drawn, once for each response, with the spread that earlier steps had.
+
+A larger actor in reserve takes over at the A(t) at which the rule promotes (see `rlhfless.scheduler.promotion`).
 """
 
 from collections.abc import Sequence
@@ -12,8 +14,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from rlhfless.scheduler.beliefs import Beliefs
-from rlhfless.scheduler.elastic import least_running
 from rlhfless.scheduler.estimate import Work, even_bounds, group_times
+from rlhfless.scheduler.iteration import best_number, least_running, price_of_iteration
 from rlhfless.scheduler.spread import Spread
 from rlhfless.types.arrays import FloatArray, IntArray, floats, ints
 from rlhfless.types.cluster import Link
@@ -88,6 +90,22 @@ def cut_and_migrate(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Reserve:
+    """A larger actor that a step may keep in reserve."""
+
+    profile: Profile
+    """Its latencies."""
+    speed: Speed
+    """The same as the rule sees them."""
+    gpus: tuple[int, ...]
+    """Where it would run."""
+    start_s: float
+    """Seconds from asking for it until it can take responses."""
+    beside: int
+    """Actors that can begin without being in its way."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Width:
     """The start of an elastic step."""
 
@@ -99,48 +117,128 @@ class Width:
     """What generation is expected to take."""
     decode_gpu_s: float
     """GPU-seconds for which actors are expected to decode."""
+    reserve: Reserve | None
+    """What it has in reserve."""
+    terms: ElasticTerms
+    """What the rule weighs."""
+    score: float
+    """The largest of its ratios to what is to be beaten."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Course:
+    """A step with every response running from the start, in stretches; columns [stretches]."""
+
+    step: FloatArray
+    """Iterations of each."""
+    running: IntArray
+    """Responses that run."""
+    context: FloatArray
+    """Their mean context in tokens."""
+    footprint: FloatArray
+    """KV that each of them holds, in tokens: a prompt's responses share its."""
+
+    @classmethod
+    def of(cls, drawn: FloatArray, prompt_tokens: IntArray) -> "Course":
+        """From lengths, float[prompts, n]."""
+        step, running = _stretches(np.sort(drawn.ravel()))
+        generated, prompt = np.cumsum(step) - step / 2, float(prompt_tokens.mean())
+        return cls(
+            step=step, running=running, context=prompt + generated, footprint=prompt / drawn.shape[1] + generated
+        )
+
+    def seconds(self, profile: Profile, actors: IntArray) -> FloatArray:
+        """float[..., stretches]: time of each on so many actors, which take turns where slots or KV are short."""
+        data, batch = profile.data, self.running / actors
+        most = np.clip(data.kv_capacity_tokens / self.footprint, 1.0, float(data.max_slots))
+        iteration_s = profile.decode_iteration_s(np.minimum(batch, most), np.broadcast_to(self.context, batch.shape))
+        return np.asarray(iteration_s * np.maximum(batch / most, 1.0) * self.step)
 
 
 def choose(
-    beliefs: Beliefs, drawn: FloatArray, prompt_tokens: IntArray, speed: Speed, candidates: IntArray, goal: Goal
+    beliefs: Beliefs,
+    drawn: FloatArray,
+    prompt_tokens: IntArray,
+    candidates: IntArray,
+    goal: Goal,
+    reserves: Sequence[Reserve],
+    link: Link,
 ) -> Width:
-    """Of all candidates and PRICES the one that beats `goal` most: least in the largest of its ratios
-    of time, GPU-seconds held, and GPU-seconds of decoding.
+    """Of all candidates, PRICES and reserves (or none) the one that beats `goal` most: least in the largest of its
+    ratios of time, GPU-seconds held, and GPU-seconds of decoding.
 
-    `drawn`: float[prompts, n] lengths; `candidates`: numbers of actors, ascending. GPUs count from when they are
-    held: starts, and waits for weights and KV, are in the cost. Ties go to the lower price, then to the fewer actors.
+    `drawn`: float[prompts, n] lengths; `candidates`: numbers of actors, ascending; `link`: what moves go over. GPUs
+    count from when they are held: starts, and waits for weights and KV, are in the cost. Ties go to none in reserve,
+    then to the lower price, then to the fewer actors.
     """
-    profile, lengths = beliefs.model.profile, np.sort(drawn.ravel())
-    step, running = _stretches(lengths)
-    generated = np.cumsum(step) - step / 2
-    prompt = float(prompt_tokens.mean())
-    most = np.clip(
-        profile.data.kv_capacity_tokens / (prompt / drawn.shape[1] + generated), 1.0, float(profile.data.max_slots)
-    )
-    context = np.broadcast_to(prompt + generated, (candidates.size, step.size))
+    profile, course = beliefs.model.profile, Course.of(drawn, prompt_tokens)
+    speed, move_s = speed_of(beliefs, profile), move_s_per_token(beliefs, link)
     begin_s, held_s = _starts(beliefs, candidates)
     queued_s = _queued_s(beliefs, drawn, prompt_tokens, candidates)
-    time_s, cost, decode = [], [], []
-    prices = PRICES * speed.gpus
-    for price in prices:
-        left = np.searchsorted(least_running(speed, price, int(candidates[-1])), running, side="right") - 1
-        actors = np.minimum(candidates[:, None], left)
-        batch = running / actors
-        seconds = profile.decode_iteration_s(np.minimum(batch, most), context) * np.maximum(batch / most, 1.0) * step
-        longer = np.maximum(queued_s / seconds.sum(axis=1), 1.0)
-        decode.append(speed.gpus * (seconds * actors).sum(axis=1) * longer)
-        time_s.append(begin_s + seconds.sum(axis=1) * longer)
-        cost.append(decode[-1] + speed.gpus * held_s)
-    times, costs = np.array(time_s), np.array(cost)
-    ratios = (times / goal.time_s, costs / goal.held_gpu_s, np.array(decode) / goal.decode_gpu_s)
-    score = np.maximum.reduce(ratios)
-    row, column = np.unravel_index(int(score.argmin()), score.shape)
+    prices = floats(PRICES * speed.gpus)
+    time_s, held, decode = np.full((3, 1 + len(reserves), prices.size, candidates.size), np.inf)
+    least = least_running(speed, prices[:, None], int(candidates[-1]))
+    for row, price in enumerate(prices):
+        best = best_number(least[row], course.running)
+        actors = np.minimum(candidates[:, None], best)
+        seconds = course.seconds(profile, actors)
+        seconds *= np.maximum(queued_s / seconds.sum(axis=1), 1.0)[:, None]
+        decoded = speed.gpus * seconds * actors
+        time_s[0, row], decode[0, row] = seconds.sum(axis=1), decoded.sum(axis=1)
+        held[0, row] = decode[0, row]
+        for number, reserve in enumerate(reserves, 1):
+            where = np.flatnonzero(candidates <= reserve.beside)
+            after = _promoted(course, reserve, speed, price, actors[where], seconds[where], move_s)
+            time_s[number, row, where], held[number, row, where], decode[number, row, where] = after
+    time_s += begin_s
+    held += speed.gpus * held_s
+    score = np.maximum.reduce((time_s / goal.time_s, held / goal.held_gpu_s, decode / goal.decode_gpu_s))
+    kind, row, column = map(int, np.unravel_index(int(score.argmin()), score.shape))
+    count, kept = int(candidates[column]), reserves[kind - 1] if kind else None
     return Width(
         price=float(prices[row]),
-        actors=int(candidates[column]),
-        generation_s=float(times[row, column]),
-        decode_gpu_s=float(decode[row][column]),
+        actors=count,
+        generation_s=float(time_s[kind, row, column]),
+        decode_gpu_s=float(decode[kind, row, column]),
+        reserve=kept,
+        terms=_terms(speed, count, kept, move_s),
+        score=float(score.min()),
     )
+
+
+def _promoted(
+    course: Course,
+    reserve: Reserve,
+    speed: Speed,
+    price: float,
+    actors: IntArray,
+    seconds: FloatArray,
+    move_s_per_token: float,
+) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """float[candidates] each: seconds, GPU-seconds held and decoding, where all moves to the reserve when the rule
+    says.
+
+    `actors`, `seconds`: [candidates, stretches], without a reserve. Infinite where it is not used.
+    """
+    running, large, one = course.running, reserve.speed, np.ones_like(course.running)
+    saved = price_of_iteration(speed, price, actors, running) - price_of_iteration(large, price, one, running)
+    ended = -np.diff(running, append=0)
+    gain = np.cumsum((saved / running * ended)[:, ::-1], axis=1)[:, ::-1]
+    gain[:, running > int(large.batch[-1])] = 0.0
+    past_s = np.cumsum(seconds, axis=1) - seconds
+    at = np.maximum(gain.argmax(axis=1), (past_s < reserve.start_s).sum(axis=1))
+    used = (gain.max(axis=1) > 0) & (at < running.size)
+    at = np.minimum(at, running.size - 1)
+    there_s = course.seconds(reserve.profile, one)
+    before = np.arange(running.size) < at[:, None]
+    here, there = np.where(before, seconds, 0.0), np.where(before, 0.0, there_s)
+    decode = (speed.gpus * here * actors + large.gpus * there).sum(axis=1)
+    moving_s = running[at] * course.context[at] * move_s_per_token
+    left = np.take_along_axis(actors, at[:, None], axis=1)[:, 0]
+    waiting = large.gpus * reserve.start_s + (speed.gpus * left + large.gpus) * moving_s
+    time_s = here.sum(axis=1) + there.sum(axis=1) + moving_s
+    never = np.where(used, 0.0, np.inf)
+    return time_s + never, decode + waiting + never, decode + never
 
 
 def _queued_s(beliefs: Beliefs, drawn: FloatArray, prompt_tokens: IntArray, candidates: IntArray) -> FloatArray:
@@ -159,20 +257,28 @@ def _queued_s(beliefs: Beliefs, drawn: FloatArray, prompt_tokens: IntArray, cand
     return unmoved_s(beliefs, drawn, prompt_tokens, shares)
 
 
-def terms(beliefs: Beliefs, speed: Speed, actors: int, link: Link) -> ElasticTerms:
-    """What the rule weighs on `actors` of one speed: a response moves over `link` or computes its context again."""
-    data, context = beliefs.model.profile.data, max(_mean_context(beliefs), 1.0)
-    move_s = min(
-        link.transfer_s(context * data.kv_bytes_per_token), float(beliefs.model.profile.prefill_s(np.ceil(context)))
-    )
+def move_s_per_token(beliefs: Beliefs, link: Link) -> float:
+    """Seconds for a token of context when a response moves: over `link`, or computed again."""
+    profile, context = beliefs.model.profile, max(_mean_context(beliefs), 1.0)
+    sent_s = link.transfer_s(context * profile.data.kv_bytes_per_token)
+    return min(sent_s, float(profile.prefill_s(np.ceil(context)))) / context
+
+
+def _terms(speed: Speed, actors: int, reserve: Reserve | None, move_s: float) -> ElasticTerms:
+    """What the rule weighs on the actors that begin and the one in reserve, numbered after them."""
+    later = int(reserve is not None)
     return ElasticTerms(
-        speeds=(speed,), speed_of=ints(np.zeros(actors, dtype=np.int64)), move_s_per_token=move_s / context
+        speeds=(speed,) if reserve is None else (speed, reserve.speed),
+        speed_of=ints(np.repeat([0, 1], [actors, later])),
+        move_s_per_token=move_s,
+        reserve=ints(actors + np.arange(later)),
+        start_s=0.0 if reserve is None else reserve.start_s,
     )
 
 
-def speed_of(beliefs: Beliefs) -> Speed:
+def speed_of(beliefs: Beliefs, profile: Profile) -> Speed:
     """The speed of an actor at the step's mean context, up to as many responses as its slots and KV hold together."""
-    profile, work = beliefs.model.profile, beliefs.work
+    work = beliefs.work
     footprint = float(work.kv_token_sum[-1] / work.tokens_sum[-1])
     return at_context(profile, _mean_context(beliefs), footprint)
 

@@ -11,7 +11,7 @@ from rlhfless.types.arrays import BoolArray, FloatArray, IntArray
 from rlhfless.types.codec import from_json, to_json
 from rlhfless.types.workload import Algorithm
 
-SCHEMA = 2
+SCHEMA = 3
 
 Hosting = Literal["serverless", "colocated", "split"]
 """serverless: each function holds GPUs only while it lives. colocated: all functions share GPUs that are reserved for
@@ -43,7 +43,8 @@ class DecodeActor:
     """One replica of the policy that decodes a share of the responses."""
 
     responses: IntArray
-    """int[assigned]: response numbers (prompt * n + sample) in the order in which they are admitted."""
+    """int[assigned]: response numbers (prompt * n + sample) in the order in which they are admitted; none for an
+    actor in reserve (`ElasticTerms.reserve`)."""
     prefill_tokens: IntArray
     """int[assigned]: prompt tokens that the actor computes itself when it first admits each of them: what neither the
     prefill actor has delivered nor its own prefix cache holds from those before."""
@@ -80,7 +81,7 @@ class Speed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ElasticTerms:
-    """What the rule `elastic` weighs."""
+    """What the rules `elastic` and `seer` weigh."""
 
     speeds: tuple[Speed, ...]
     """One for each size of decode actor."""
@@ -88,6 +89,10 @@ class ElasticTerms:
     """int[actors]: row of `speeds` for each actor of the plan."""
     move_s_per_token: float
     """Seconds for a token of context when a response changes actor: its KV is sent or computed again."""
+    reserve: IntArray
+    """int[reserves]: actors of the plan, ascending, without responses, which start only when the rule asks for them."""
+    start_s: float
+    """Seconds from asking for a reserve actor until it can take responses, weights included; 0 without any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,12 +100,12 @@ class MigrationSpec:
     """The mid-step rule by name; `rlhfless.scheduler.migration.rule` makes it decide."""
 
     kind: str
-    """cut-and-migrate, global-cut, repack or elastic."""
+    """cut-and-migrate, global-cut, repack, elastic or seer."""
     value: float
     """Its parameter: tau; the remaining responses at which the cut falls; responses that an actor is filled up to; the
-    GPU-seconds that a second is worth."""
+    GPU-seconds that a second is worth; responses of a prompt."""
     terms: ElasticTerms | None = None
-    """What elastic weighs; None for the others."""
+    """What elastic and seer weigh; None for the others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +162,7 @@ class FrontierTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanEstimate:
-    """What the planner believes the step's generation will take."""
+    """What the planner believes the step's generation will take; columns are 0 for an actor in reserve."""
 
     prefill_s: float
     """End of prefill: weights at all its replicas, then its work; 0 without a prefill actor."""
@@ -249,7 +254,11 @@ class Plan:
         for actor in self.actors:
             aligned = actor.prefill_tokens.shape == actor.responses.shape
             require(aligned and (actor.prefill_tokens >= 0).all(), "prefill_tokens does not match an actor's responses")
-        require(all(actor.responses.size for actor in self.actors), "an actor without responses")
+        terms = self.migration.terms if self.migration is not None else None
+        reserve = set() if terms is None else set(terms.reserve.tolist())
+        idle = {index for index, actor in enumerate(self.actors) if not actor.responses.size}
+        require(idle <= reserve, "an actor without responses")
+        require(reserve <= idle, "a reserve actor that does not exist, or has responses")
         placement = self.placement
         require(len(placement.decode) == len(self.actors), "placement and actors differ in number")
         for actor, held in zip(self.actors, placement.decode, strict=True):
@@ -261,7 +270,6 @@ class Plan:
         require(min(used) >= 0 and max(used) < self.cluster_gpus, f"a GPU outside 0..{self.cluster_gpus - 1}")
         require(placement.learner, "a learner without GPUs")
         require(all(gpus for _, gpus in placement.preparation), "a preparation function without GPUs")
-        terms = self.migration.terms if self.migration is not None else None
         require(terms is None or terms.speed_of.shape == (len(self.actors),), "speed_of does not name every actor")
         prefill = self.prefill
         if prefill is not None:

@@ -34,6 +34,7 @@ _MOST = {
     "tp": 1024,
     "max_slots": 1 << 16,
     "max_batched_tokens": _MOST_GRID,
+    "kv_block_tokens": _MOST_GRID,
     "kv_capacity_tokens": 10**12,
     "parameters": 1e15,
     "weight_bytes": 1e16,
@@ -95,6 +96,9 @@ class ProfileData:
     """Seconds from asking for an actor's process to an engine that waits for weights, nothing prepared."""
     warm_start_s: float
     """The same for a process kept alive."""
+    kv_block_tokens: int = 1
+    """Tokens of a KV block. An engine shares prefixes in whole ones, and computes a prompt's last token, from whose
+    output it draws, in any case; 1: it shares them token by token, and whole prompts at no cost."""
 
 
 def _check(data: ProfileData, where: str) -> None:
@@ -126,7 +130,8 @@ def _check(data: ProfileData, where: str) -> None:
             require(not falls.size, f"{name} must not fall as the {grows} grows, which it does after {at}")
     require(data.max_slots <= data.decode_batch[-1], f"max_slots {data.max_slots} lies beyond the decode grid")
     require(data.max_batched_tokens <= data.prefill_tokens[-1], "max_batched_tokens lies beyond the prefill grid")
-    for name in ("tp", "max_slots", "max_batched_tokens", "kv_capacity_tokens", "parameters", "weight_bytes"):
+    above_zero = ("tp", "max_slots", "max_batched_tokens", "kv_capacity_tokens", "kv_block_tokens")
+    for name in (*above_zero, "parameters", "weight_bytes"):
         require(getattr(data, name) > 0, f"{name} is {getattr(data, name)}; it must be above 0")
     for name in ("kv_bytes_per_token", "iteration_overhead_s", "cold_start_s", "warm_start_s"):
         require(getattr(data, name) >= 0, f"{name} is {getattr(data, name)}; it must not be negative")
@@ -273,7 +278,7 @@ def check_sizes(profiles: Mapping[int, Profile]) -> None:
         data = profile.data
         if data.tp != tp:
             raise InputError(f"profile {data.name} is of actors of {data.tp} GPUs, not {tp}")
-        for name in ("model", "gpu", "weight_bytes", "kv_bytes_per_token"):
+        for name in ("model", "gpu", "weight_bytes", "kv_bytes_per_token", "kv_block_tokens"):
             if getattr(data, name) != getattr(first, name):
                 raise InputError(
                     f"profiles {first.name} and {data.name} must have the same {name}, not "

@@ -248,7 +248,7 @@ def calibrate(profile: Profile, observations: Sequence[Observation], model: str 
         after=errors(parts.seconds(overhead_s, speed), parts.measured_s),
         held_out=held_out,
     )
-    return replace(found, profile=_calibrated(profile, found))
+    return replace(found, profile=calibrated(profile, found))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -338,7 +338,7 @@ def _held_out(model: str, parts: _Parts) -> Errors | None:
     return errors(predicted_s, parts.measured_s)
 
 
-def _calibrated(profile: Profile, found: Calibration) -> Profile:
+def calibrated(profile: Profile, found: Calibration) -> Profile:
     """The profile with the fit in its file: speed in the tables, overhead beside them, both kept to the nanosecond."""
     data = profile.data
     note = (
