@@ -15,27 +15,24 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from experiments import figure, options, plots, study
-from experiments.bench import PolicyRun, Setting, Steps, beside, best_static, bounds, simulate
+from experiments import dominance_scale, figure, options, plots, study
+from experiments.bench import PolicyRun, Setting, Steps, bounds, simulate
 from experiments.estimators import PAPER_ACCURACY, of_accuracy
 from experiments.frontier import taken
 from experiments.output import Cell, csv_text, json_text, out_folder, print_table, write_atomic
 from experiments.study import STEPS_PER_EPOCH, Lengths, Measures, fan_out, means
-from rlhfless.accounting.metrics import Series, compare
+from rlhfless.accounting.metrics import Series
 from rlhfless.commands import run
 from rlhfless.errors import InputError
 from rlhfless.scheduler.policies import policy
 from rlhfless.types.profile import Profile
 from sim.profiles import load, names
 from traces.format import Trace
-from traces.load import steps as steps_of
-from traces.synthesize import load_preset, preset_names, synthesize
+from traces.synthesize import load_preset, preset_names
 
 OURS = "rlhfless"
 """The paper's policy, which the others are judged by."""
 JUDGED = "frontier,elastic"
-BASELINE = "verl"
-"""Static baseline of the scale study."""
 CONDITIONS = ("plain", "lengths44", "profile20", "cold")
 """Nothing wrong; lengths right for 44 %; planner's latencies 20 % off, both ways; functions that start cold."""
 USUAL = "plain,lengths44,cold"
@@ -52,11 +49,6 @@ plans of this many prompts little)."""
 PROMPTS, SAMPLES, EPOCHS, SEEDS = 96, 4, 3, 3
 """Prompts of a step, their responses, epochs of two steps, seeds (chosen: all defaults take some five minutes on a
 core)."""
-SCALE_PROFILES = ("llama-2-70b_h100_sxm_tp2", "llama-2-70b_h100_sxm_tp4", "llama-2-70b_h100_sxm_tp8")
-SCALE_GPUS, SCALE_PROMPTS, SCALE_CAPS = 160, 512, "2048,4096,8192"
-"""The scale study: the paper's largest cluster, its prompts and response caps (RLHFless §6.6)."""
-AIM_SPEEDUP, AIM_SAVING = 1.35, 0.448
-"""What is aimed at there, both at once: the paper's largest speedup and saving, each from another run (RLHFless §6)."""
 FILES = ("dominance.csv", "scale.csv", "dominance.json", "dominance.png", "config.json")
 """Result files."""
 
@@ -252,68 +244,6 @@ def tally(rows: Sequence[dict[str, Cell]]) -> list[dict[str, Cell]]:
     return found
 
 
-# ---- the scale study
-
-
-def play_scale(prompts: int, nodes: int, policies: Sequence[str], each: tuple[int, int]) -> dict[str, Measures]:
-    """Every policy at one response cap with one seed, against the best static number of the baseline's actors."""
-    cap, seed = each
-    trace = synthesize(
-        "gsm8k", prompts=prompts, epochs=EPOCHS, responses_per_prompt=1, max_response_tokens=cap,
-        prompts_per_step=prompts, seed=seed, algorithm="ppo", stretch=True,
-    )  # fmt: skip
-    steps, profiles = list(steps_of(trace)), [load(name) for name in SCALE_PROFILES]
-    first = _setting(profiles[0], nodes, seed)
-    actors, base = best_static(BASELINE, steps, first)
-    base_held = float(np.mean([report.reserved_gpus * report.phase_s("generation") for report in base.reports]))
-    least = np.min([bounds(steps, profile) for profile in profiles], axis=0).tolist()
-    found: dict[str, Measures] = {}
-    for profile in profiles:
-        others = tuple(other for other in profiles if other is not profile)
-        setting = replace(_setting(profile, nodes, seed), profiles=others)
-        for name in (OURS, *policies):
-            own = simulate(name, steps, beside(setting, name, base))
-            against, held = compare(own.summary, base.summary), measured(own)["held_gpu_s"]
-            rest = own.summary.held_gpu_s.mean - held
-            found[key(str(cap), profile.data.tp, name)] = {
-                "static_actors": actors,
-                "generation_speedup": against.generation_speedup,
-                "generation_saving": 1 - held / base_held,
-                "held_saving": against.held_saving,
-                "most_speedup": base.summary.generation_s.mean / least[0],
-                "most_generation_saving": 1 - least[1] / base_held,
-                "most_held_saving": 1 - (rest + least[1]) / base.summary.held_gpu_s.mean,
-            }
-    return found
-
-
-SCALE_COLUMNS = (
-    ("cap", "cap_tokens", 1), ("policy", "policy", 1), ("GPUs each", "tp", 1), ("gen x", "generation_speedup", 1),
-    ("±", "generation_speedup_ci95", 1), ("most", "most_speedup", 1),
-    ("gen saved %", "generation_saving", 100), ("±", "generation_saving_ci95", 100),
-    ("most", "most_generation_saving", 100), ("step saved %", "held_saving", 100), ("±", "held_saving_ci95", 100),
-    ("most", "most_held_saving", 100), ("aim", "aim", 1),
-)  # fmt: skip
-"""Printed table of the scale study: (heading, field, factor)."""
-
-
-def scale_rows(caps: Sequence[int], seeds: int, found: Sequence[dict[str, Measures]]) -> list[dict[str, Cell]]:
-    """A row a cap, size and policy: means over the seeds, and whether the aim is met."""
-    rows = []
-    for number, cap in enumerate(caps):
-        for label, series in means(found[number * seeds : (number + 1) * seeds]).items():
-            _, tp, name = label.split()
-            row: dict[str, Cell] = {"cap_tokens": cap, "tp": int(tp), "policy": name}
-            for quantity, values in series.items():
-                row[quantity], row[f"{quantity}_ci95"] = values.mean, values.half_width
-            for cost in ("generation_saving", "held_saving"):
-                fast, cheap = series["generation_speedup"].mean >= AIM_SPEEDUP, series[cost].mean >= AIM_SAVING
-                row[f"aim_{cost}"] = int(fast and cheap)
-            row["aim"] = " ".join(what for what in ("generation", "held") if row[f"aim_{what}_saving"]) or "missed"
-            rows.append(row)
-    return rows
-
-
 # ---- the command
 
 COLUMNS = (
@@ -419,13 +349,9 @@ def dominance(
         int | None,
         typer.Option("--nodes", min=1, max=options.MOST_GPUS, help=f"GPUs of the cluster; default: {GPUS}."),
     ] = None,
-    scale_nodes: Annotated[
-        int, typer.Option("--scale-nodes", min=0, max=options.MOST_GPUS, help="H100 of the scale study; 0: without it.")
-    ] = SCALE_GPUS,
-    scale_prompts: Annotated[
-        int, typer.Option("--scale-prompts", min=1, max=10**6, help="Prompts of its steps.")
-    ] = SCALE_PROMPTS,
-    scale_caps: Annotated[str, typer.Option("--scale-caps", help="Its response caps.")] = SCALE_CAPS,
+    scale_nodes: dominance_scale.Nodes = dominance_scale.GPUS,
+    scale_prompts: dominance_scale.Prompts = dominance_scale.PROMPTS,
+    scale_caps: dominance_scale.Caps = dominance_scale.CAPS,
     seed: options.Seed = 0,
     seeds: options.Seeds = SEEDS,
     processes: options.Processes = 1,
@@ -464,10 +390,7 @@ def dominance(
     ]
     scaled: list[dict[str, Cell]] = []
     if scale_nodes:
-        work = partial(play_scale, scale_prompts, scale_nodes, judged)
-        scaled = scale_rows(
-            caps, seeds, fan_out(work, [(cap, each) for cap in caps for each in every], processes, "scale")
-        )
+        scaled = dominance_scale.rows(scale_prompts, scale_nodes, judged, caps, every, processes)
     folder, counts = out_folder(out), tally(rows)
     for name, table in zip(FILES[:2], (rows, scaled), strict=True):
         columns = list(table[0]) if table else ["policy"]
@@ -482,12 +405,7 @@ def dominance(
     _print(rows, f"{prompts} prompts x {samples}, {epochs} epochs of {STEPS_PER_EPOCH} steps, seeds {seed}..{last}")
     print_table("verdicts", [heading for heading, _ in TALLY], [[row[name] for _, name in TALLY] for row in counts])
     if scaled:
-        _table(
-            f"{scale_nodes} H100, {scale_prompts} prompts, simulated, against {BASELINE} at its best static number of "
-            f"actors; aim: {AIM_SPEEDUP:g}x faster and {AIM_SAVING:.1%} cheaper at once, in generation or in all that "
-            "a step holds; most: what the bounds leave",
-            SCALE_COLUMNS, scaled,
-        )  # fmt: skip
+        dominance_scale.show(scaled, scale_prompts, scale_nodes)
     print(f"written to {folder}: {', '.join(FILES)}")
 
 
@@ -495,14 +413,9 @@ def _print(rows: Sequence[dict[str, Cell]], given: str) -> None:
     best = [row for row in rows if row["paper_best"]]
     missed = [row for row in rows if not row["paper_best"] and row["verdict"] in VERDICTS[2:]]
     says = f"simulated, ratios to {OURS} of the same size, mean over seeds ± 95 %"
-    _table(f"at the size that is best for {OURS}; {says}; {given}", COLUMNS, best)
+    dominance_scale.table(f"at the size that is best for {OURS}; {says}; {given}", COLUMNS, best)
     if missed:
-        _table(f"trades and worse at other sizes; {says}", COLUMNS, missed)
-
-
-def _table(title: str, columns: Sequence[figure.Column], rows: Sequence[dict[str, Cell]]) -> None:
-    cells = [[figure.scaled(row.get(name), factor) for _, name, factor in columns] for row in rows]
-    print_table(title, [heading for heading, _, _ in columns], cells)
+        dominance_scale.table(f"trades and worse at other sizes; {says}", COLUMNS, missed)
 
 
 if __name__ == "__main__":

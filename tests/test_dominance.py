@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from experiments import dominance
-from experiments.dominance import CLOSE, VERDICTS, Asked, grounds, play, play_scale, rows_of, scale_rows, tally, verdict
+from experiments import dominance, dominance_scale
+from experiments.dominance import CLOSE, VERDICTS, Asked, grounds, play, rows_of, tally, verdict
 from experiments.output import Cell
 from tests.commands import call
 from traces.synthesize import synthesize
@@ -118,7 +118,7 @@ def test_the_tally_counts_every_row_and_the_better_is_no_worse_than_any() -> Non
 
 
 def test_the_scale_study_stays_within_its_bounds() -> None:
-    found = scale_rows([256], 1, [play_scale(16, 32, ("frontier", "elastic"), (256, 0))])
+    found = dominance_scale.rows(16, 32, ("frontier", "elastic"), [256], [0], 1)
     assert [(row["tp"], row["policy"]) for row in found] == [
         (tp, name) for tp in (2, 4, 8) for name in ("rlhfless", "frontier", "elastic")
     ]
