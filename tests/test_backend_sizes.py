@@ -164,6 +164,7 @@ def test_an_actor_in_reserve_starts_when_the_rule_asks_and_takes_over(executor: 
 
 def test_an_actor_across_hosts_is_refused(executor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     work = workload(42)
+    executor.lengths = None
     monkeypatch.setattr(executor, "cluster", Cluster.uniform("cpu", 3, 2))
     with pytest.raises(InfeasibleError, match=r"an actor on GPUs \[1, 2\], which are of several hosts"):
         executor.execute(mixed(work), work)
