@@ -183,6 +183,17 @@ class World:
         return engine.partial(number) if self.rng.random() < 0.7 else NOTHING
 
 
+def play(world: World, deadliness: float) -> Generation:
+    """Let events happen until the step is over."""
+    for _ in range(200_000):
+        if not world.generation.busy:
+            break
+        world.happen(deadliness)
+        if world.rng.random() < 0.5:
+            check_columns(world.generation)
+    return world.generation
+
+
 def check_columns(generation: Generation) -> None:
     """What a rule would see, computed anew, is what is kept up to date."""
     kept = generation._held.copy(), generation._room.copy()
@@ -218,13 +229,7 @@ def test_every_response_is_delivered_once(
     seed: int, rule: MigrationSpec | None, actors: int, responses: int, slots: int, deadliness: float
 ) -> None:
     world = World(random.Random(seed), rule, min(actors, responses), responses, slots)
-    generation = world.generation
-    for _ in range(200_000):
-        if not generation.busy:
-            break
-        world.happen(deadliness)
-        if world.rng.random() < 0.5:
-            check_columns(generation)
+    generation = play(world, deadliness)
     assert generation.left == 0
     assert generation._assigned.tolist() == generation._finished.tolist()
     assert not any([*generation._owned, *generation._at])
@@ -283,13 +288,7 @@ def test_a_reserve_delivers_once_as_well(
     seed: int, actors: int, reserve: int, responses: int, deadliness: float
 ) -> None:
     world = World(random.Random(seed), reserving(actors, reserve), actors, responses, 12, reserve)
-    generation = world.generation
-    for _ in range(200_000):
-        if not generation.busy:
-            break
-        world.happen(deadliness)
-        if world.rng.random() < 0.5:
-            check_columns(generation)
+    generation = play(world, deadliness)
     assert generation.left == 0
     for request, response in zip(world.requests, generation.responses, strict=True):
         first = len(request.token_ids)
