@@ -6,7 +6,8 @@ the boundary of two iterations, in this order:
 
 1. Admission, in order, head of line first: a waiting response enters when a slot is free and its KV fits, with room
    for one more token of everything that runs. A prompt's KV is held once, however many of its responses run.
-2. Prefill of what was admitted and is not cached, while decoding pauses; then boundary again.
+2. Prefill of what was admitted and is not cached, while decoding pauses; it gives each response that was admitted its
+   next token, as vLLM's does. Then boundary again.
 3. Preemption by recompute when the next iteration's tokens do not fit: the last admitted goes back to the head of the
    queue and loses its KV (vLLM's rule).
 4. One decode iteration: each running response gets one token. Those that reach their length end.
@@ -89,6 +90,7 @@ class Engine:
     _context_tokens: int = 0
     _queued_tokens: int = 0
     _ends: list[tuple[int, int]] = field(default_factory=list)
+    _fresh: list[int] = field(default_factory=list)
     _loaded: set[int] = field(default_factory=set)
     _met: set[int] = field(default_factory=set)
     _pins: dict[int, int] = field(default_factory=dict)
@@ -140,6 +142,7 @@ class Engine:
         if prefill_tokens:
             self._stretch_batch = self._planned = 0
             return self.prefill_timer(prefill_tokens) * self.slowdown
+        self._note_ends()
         if not self.running:
             assert not self.waiting, "a response that does not fit an empty engine; plans are checked against this"
             return None
@@ -164,16 +167,25 @@ class Engine:
         return count, self.profile.decode_run_s(size, mean, count) * self.slowdown
 
     def advance(self, iterations: int | None = None) -> list[int]:
-        """End the stretch after `iterations` (all that were planned by default); responses that ended, in order."""
-        count = self._planned if iterations is None else iterations
-        size = self._stretch_batch
+        """End the stretch after `iterations`, a prefill after none (by default: all of it); responses that ended, in
+        order."""
+        if self._stretch_batch:
+            count = self._planned if iterations is None else iterations
+            self._iteration += count
+            tokens = self._stretch_batch * count
+        elif iterations is None:  # a prefill: a token for each that it was for
+            for response in self._fresh:
+                self.running[response] -= 1
+            tokens = len(self._fresh)
+        else:
+            tokens = 0
         self._stretch_batch = self._planned = 0
-        if size == 0 or count == 0:
+        self._note_ends()
+        if not tokens:
             return []
-        self._iteration += count
-        self._context_tokens += size * count
-        self.generated_tokens += size * count
-        self.used_tokens += size * count
+        self._context_tokens += tokens
+        self.generated_tokens += tokens
+        self.used_tokens += tokens
         self._trim_cache()
         ended = []
         while self._ends and self._ends[0][0] <= self._iteration:
@@ -183,6 +195,12 @@ class Engine:
                 self.batch.generated[response] = self.batch.target[response]
                 ended.append(response)
         return ended
+
+    def _note_ends(self) -> None:
+        """What was admitted ends as `running` says from now on."""
+        for response in self._fresh:
+            heappush(self._ends, (self.running[response], response))
+        self._fresh.clear()
 
     def progress(self) -> None:
         """Write the tokens so far of everything that runs into the batch."""
@@ -196,6 +214,7 @@ class Engine:
         self.running.clear()
         self.waiting.clear()
         self._ends.clear()
+        self._fresh.clear()
         self._loaded.clear()
         self._met.clear()
         self._pins.clear()
@@ -245,9 +264,8 @@ class Engine:
             self.used_tokens += need
             self._context_tokens += prompt_tokens + own
             self._queued_tokens -= prompt_tokens + own
-            end = self._iteration + batch.target[response] - own
-            self.running[response] = end
-            heappush(self._ends, (end, response))
+            self.running[response] = self._iteration + batch.target[response] - own
+            self._fresh.append(response)
             if batch.first_s[response] < 0:
                 batch.first_s[response] = now_s
             self._trim_cache()

@@ -140,8 +140,8 @@ class TokenByToken:
         if w.kv() + sum(w.cached.values()) > w.profile.data.kv_capacity_tokens:
             w.cached.clear()
 
-    def admit(self, w: Worker) -> tuple[int, bool]:
-        tokens, admitted = 0, False
+    def admit(self, w: Worker) -> tuple[int, list[Response]]:
+        tokens, admitted = 0, []
         while w.queue and len(w.slots_used) < w.slots:
             r = w.queue[0]
             shared = any(w.key(other) == w.key(r) for other in w.slots_used)
@@ -170,7 +170,7 @@ class TokenByToken:
             if r.first_s < 0:
                 r.first_s = self.now
             w.slots_used.append(r)
-            admitted = True
+            admitted.append(r)
             self.trim(w)
         return tokens, admitted
 
@@ -219,11 +219,11 @@ class TokenByToken:
             self.part(w)
             w.woken = True
         tokens, admitted = self.admit(w)
-        event = admitted or w.woken
+        event = bool(admitted) or w.woken
         w.woken = False
         if tokens:
             self.observe(w)
-            self.step(w, float(w.profile.prefill_s(tokens)), self.prefilled_now)
+            self.step(w, float(w.profile.prefill_s(tokens)), lambda w: self.prefilled_now(w, admitted))
             return
         if not w.slots_used:
             self.observe(w)
@@ -249,15 +249,17 @@ class TokenByToken:
         w.pending = number = next(self.ticket)
         self.at(self.now + seconds * w.slowdown, lambda: then(w) if w.pending == number else None)
 
-    def prefilled_now(self, w: Worker) -> None:
-        w.stepping = False
+    def prefilled_now(self, w: Worker, admitted: list[Response]) -> None:
         w.woken = True
-        self.boundary(w)
+        self.tokens(w, admitted)
 
     def iterated(self, w: Worker) -> None:
+        self.tokens(w, w.slots_used)
+
+    def tokens(self, w: Worker, given: list[Response]) -> None:
         w.stepping = False
-        w.generated += len(w.slots_used)
-        for r in w.slots_used:
+        w.generated += len(given)
+        for r in given:
             r.generated += 1
         self.trim(w)
         ended = [r for r in w.slots_used if r.generated == r.target]

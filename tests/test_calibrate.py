@@ -86,11 +86,11 @@ def test_time_is_linear_in_the_overhead(
 
 
 def test_one_response_by_hand() -> None:
-    """10 tokens after a prompt of 20: one prefill and ten iterations; none of the first where KV was delivered."""
+    """10 tokens after a prompt of 20: a prefill that gives the first, nine iterations; ten where KV was delivered."""
     alone = step_observation(prompt_tokens=ints([20]), response_tokens=ints([[10]]), actors=1, seconds=1.0)
-    decode_s = PROFILE.decode_run_s(1, 20.0, 10)
-    assert predict_s(PROFILE, [alone])[0] == pytest.approx(float(PROFILE.prefill_s(20)) + decode_s)
-    assert predict_s(PROFILE, [replace(alone, delivered=True)])[0] == pytest.approx(decode_s)
+    prefilled_s = float(PROFILE.prefill_s(20)) + PROFILE.decode_run_s(1, 21.0, 9)
+    assert predict_s(PROFILE, [alone])[0] == pytest.approx(prefilled_s)
+    assert predict_s(PROFILE, [replace(alone, delivered=True)])[0] == pytest.approx(PROFILE.decode_run_s(1, 20.0, 10))
 
 
 def test_steps_are_dealt_in_contiguous_groups_of_prompts() -> None:

@@ -168,7 +168,9 @@ def test_runs_of_different_steps_are_not_compared() -> None:
         compare(run(4.0, 2, steps=2), run(4.0, 2, steps=3))
 
 
-def profile(decode_s: list[list[float]], contexts: list[int], slots: int, tp: int = 2, kv: int = 10_000) -> Profile:
+def profile(
+    decode_s: list[list[float]], contexts: list[int], slots: int, tp: int = 2, kv: int = 10_000, prefill_s: float = 1.0
+) -> Profile:
     batches = list(range(1, len(decode_s) + 1))
     return Profile(
         data=ProfileData(
@@ -191,7 +193,7 @@ def profile(decode_s: list[list[float]], contexts: list[int], slots: int, tp: in
             decode_context=ints(contexts),
             decode_s=floats(decode_s),
             prefill_tokens=ints([1, 100]),
-            prefill_s=floats([1.0, 1.0]),
+            prefill_s=floats([prefill_s, prefill_s]),
             iteration_overhead_s=0.0,
             cold_start_s=0.0,
             warm_start_s=0.0,
@@ -211,14 +213,14 @@ def test_on_physical_profiles_the_time_bound_is_the_longest_response_alone() -> 
     made = physical(8)
     prompts, lengths = [100, 40], [[300, 10], [350, 20]]
     bounds = generation_bounds(made, prompts, lengths)
-    alone = max(made.decode_run_s(1, 100, 300), made.decode_run_s(1, 40, 350))
-    assert bounds.time_s == pytest.approx(alone, rel=1e-12)
+    alone = max(made.decode_run_s(1, 101, 299), made.decode_run_s(1, 41, 349))
+    assert bounds.time_s == pytest.approx(made.prefill_s(1) + alone, rel=1e-12)
 
 
 def test_the_cost_bound_is_reached_by_a_full_actor_of_equal_responses() -> None:
     made = physical(8)
     bounds = generation_bounds(made, [100], [[400] * 8])
-    packed = made.decode_run_s(8, 100, 400) * made.data.tp
+    packed = (made.prefill_s(1) + made.decode_run_s(8, 101, 399)) * made.data.tp
     assert bounds.decode_gpu_s <= packed
     assert bounds.decode_gpu_s == pytest.approx(packed, rel=2e-3)
 
@@ -238,7 +240,7 @@ def test_the_cost_bound_lets_responses_share_the_kv_of_their_prompt() -> None:
     """Eight responses of 100 tokens and their prompt of 900, once, fill the cache; eight contexts would not fit."""
     made = physical(8, kv=1_700)
     bound = generation_bounds(made, [900], [[100] * 8]).decode_gpu_s
-    assert bound <= made.decode_run_s(8, 900, 100) * made.data.tp
+    assert bound <= (made.prefill_s(1) + made.decode_run_s(8, 901, 99)) * made.data.tp
 
 
 @pytest.mark.parametrize(
@@ -264,7 +266,13 @@ def monotone_profiles(draw: st.DrawFn) -> Profile:
     steps = np.array([[draw(rises) for _ in range(3)] for _ in range(slots)])
     decode_s = 1.0 + steps.cumsum(axis=0).cumsum(axis=1)
     knots = draw(st.sampled_from([[1, 4, 9], [2, 3, 12], [4, 6, 8]]))
-    return profile(decode_s.tolist(), knots, draw(st.integers(1, slots)), tp=draw(st.integers(1, 2)))
+    return profile(
+        decode_s.tolist(),
+        knots,
+        draw(st.integers(1, slots)),
+        tp=draw(st.integers(1, 2)),
+        prefill_s=draw(st.sampled_from([0.2, 1.0, 4.0])),
+    )
 
 
 cases = st.lists(st.tuples(st.integers(1, 6), st.integers(1, 3)), min_size=1, max_size=3)
@@ -272,7 +280,9 @@ cases = st.lists(st.tuples(st.integers(1, 6), st.integers(1, 3)), min_size=1, ma
 
 
 def least_cost_s(made: Profile, case: list[tuple[int, int]]) -> float:
-    """Actor-seconds of the cheapest schedule: any responses may share any iteration, on any actor, with free moves."""
+    """Actor-seconds of the cheapest schedule: any responses may share any iteration, on any actor, with free moves.
+
+    A first token may come with a prefill, shared by any others that begin, or with an iteration (KV was delivered)."""
 
     @cache
     def left(done: tuple[int, ...]) -> float:
@@ -280,6 +290,11 @@ def least_cost_s(made: Profile, case: list[tuple[int, int]]) -> float:
         if not open_now:
             return 0.0
         costs = []
+        begun = sum(count > 0 for count in done)
+        for size in range(1, min(len(done) - begun, made.data.max_slots) + 1):
+            for batch in combinations([n for n in open_now if not done[n]], size):
+                after = tuple(count + (n in batch) for n, count in enumerate(done))
+                costs.append(float(made.prefill_s(1)) + left(after))
         for size in range(1, min(len(open_now), made.data.max_slots) + 1):
             for batch in combinations(open_now, size):
                 mean = sum(case[n][0] + done[n] for n in batch) / size
@@ -307,7 +322,10 @@ def least_time_s(made: Profile, case: list[tuple[int, int]]) -> float:
         means = [sum(batch) / len(batch) for batch in batches]
         return float(made.decode_iteration_s([len(batch) for batch in batches], means).min())
 
-    return max(sum(fastest(n, prompt + token) for token in range(length)) for n, (prompt, length) in enumerate(case))
+    return max(
+        float(made.prefill_s(1)) + sum(fastest(n, prompt + token) for token in range(1, length))
+        for n, (prompt, length) in enumerate(case)
+    )
 
 
 @given(monotone_profiles(), cases)
@@ -322,7 +340,7 @@ def test_no_schedule_of_a_tiny_case_beats_the_bounds(made: Profile, case: list[t
 def test_bounds_of_a_single_response_are_what_it_costs() -> None:
     made = profile([[1.0, 3.0]], [1, 9], slots=1)
     bounds = generation_bounds(made, [1], [[8]])
-    assert bounds.time_s == pytest.approx(sum(1.0 + 0.25 * j for j in range(8)))
+    assert bounds.time_s == pytest.approx(sum(1.0 + 0.25 * j for j in range(8)))  # the prefill takes 1 s
     assert bounds.decode_gpu_s == pytest.approx(bounds.time_s * 2, rel=2e-3)
     assert bounds.decode_gpu_s < bounds.time_s * 2, "what lies between two points of the envelope is given away"
 

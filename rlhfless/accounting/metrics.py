@@ -231,20 +231,23 @@ def generation_bounds(
 ) -> GenerationBounds:
     """Lower bounds of one step's generation from the true lengths.
 
-    `prompt_tokens` int[prompts], `response_tokens` int[prompts, n]. A response of G tokens takes G iterations, at the
-    contexts prompt, prompt + 1, ...; prefill, transfers, waits and start-up cost nothing here. The bounds hold for
-    actors that run as the profile says (no noise, no faults) with at most max_slots responses.
+    `prompt_tokens` int[prompts], `response_tokens` int[prompts, n]. A response of G tokens takes a prefill of something
+    and G - 1 iterations, at the contexts prompt + 1, prompt + 2, ...: its first token comes with the prefill. Waits,
+    transfers and start-up cost nothing here. The bounds hold for actors that run as the profile says (no noise, no
+    faults) with at most max_slots responses; of the token that a response gets when it is computed again, on another
+    actor or after preemption, they take it that this is not cheaper than an iteration.
 
     Time: each iteration of a response at context c runs in a batch of some size b. The others' contexts are at least
     the shortest prompt p, so the mean is at least (c + (b - 1) p) / b, and latency does not fall with the mean. The
-    least latency over b, summed over the response's iterations; the largest such sum. On profiles where company never
-    speeds an iteration up, that is the longest response decoding alone.
+    least latency over b, summed over the response's iterations; the largest such sum, and the prefill of one token. On
+    profiles where company never speeds an iteration up, that is the longest response decoding alone.
 
     Cost: an iteration of b responses at mean context m costs latency(b, m), that is latency(b, m) / b for each token.
     Let g(m) be the least of these over the b that fit: at most max_slots, and b (m - longest prompt) tokens of KV
-    below the capacity (prompts may share theirs). Averaged over all tokens, m is the mean context M of all
-    (response, token) pairs, so by Jensen's inequality the tokens cost at least their number x the convex envelope of g
-    at M. Each of an actor's tp GPUs pays it.
+    below the capacity (prompts may share theirs). Any line below g may be summed over tokens instead of iterations; we
+    take the one that touches the convex envelope of g at the mean context M of all (response, later token) pairs, the
+    best for these (Jensen). A first token costs what the line says at its prompt, or, if that is less, a share of a
+    prefill of one token in full slots. Each of an actor's tp GPUs pays it.
 
     Raises InputError when the shapes do not fit or a length is below 1.
     """
@@ -262,17 +265,22 @@ def generation_bounds(
         np.minimum(least_s, profile.decode_iteration_s(batch, mean), out=least_s)
     until_s = np.concatenate([[0.0], np.cumsum(least_s)])
     start = prompts[:, None] - first
-    time_s = float((until_s[start + lengths] - until_s[start]).max())
+    prefill_s = float(profile.prefill_s(1))
+    time_s = prefill_s + float((until_s[start + lengths] - until_s[start + 1]).max())
 
-    tokens = int(lengths.sum())
-    context_sum = int((prompts[:, None] * lengths + lengths * (lengths - 1) // 2).sum())
+    later = lengths - 1
+    tokens = int(later.sum())
+    context_sum = int((prompts[:, None] * later + later * lengths // 2).sum())
+    mean_context = context_sum / tokens if tokens else float(prompts.mean())
     means = np.linspace(first, beyond, ENVELOPE_POINTS)
     token_s = _least_token_s(profile, means, int(prompts.max()))
     # g rises with m, so from one point up to the next it is at least its value at the first.
     rising_s = np.concatenate([token_s[:1], token_s[:-1]])
+    at_mean_s, slope_s = _convex_envelope(means, rising_s, mean_context)
+    first_s = np.minimum(prefill_s / profile.data.max_slots, at_mean_s + slope_s * (prompts - mean_context))
     return GenerationBounds(
         time_s=time_s,
-        decode_gpu_s=tokens * _convex_envelope(means, rising_s, context_sum / tokens) * profile.data.tp,
+        decode_gpu_s=(tokens * at_mean_s + lengths.shape[1] * float(first_s.sum())) * profile.data.tp,
     )
 
 
@@ -286,8 +294,8 @@ def _least_token_s(profile: Profile, means: FloatArray, longest_prompt: int) -> 
     return least_s
 
 
-def _convex_envelope(x: FloatArray, y: FloatArray, at: float) -> float:
-    """Value at `at` of the greatest convex function below the points (x, y), x ascending."""
+def _convex_envelope(x: FloatArray, y: FloatArray, at: float) -> tuple[float, float]:
+    """Value and slope at `at` of the greatest convex function below the points (x, y), x ascending."""
     hull: list[int] = []  # rows of the lower hull's corners (Andrew's monotone chain)
     for row in range(x.size):
         while len(hull) > 1:
@@ -296,4 +304,7 @@ def _convex_envelope(x: FloatArray, y: FloatArray, at: float) -> float:
                 break
             hull.pop()
         hull.append(row)
-    return float(np.interp(at, x[hull], y[hull]))
+    right = min(max(int(np.searchsorted(x[hull], at)), 1), len(hull) - 1)
+    left, right = hull[right - 1], hull[right]
+    slope = float((y[right] - y[left]) / (x[right] - x[left]))
+    return float(y[left]) + slope * (at - float(x[left])), slope

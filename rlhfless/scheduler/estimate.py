@@ -186,6 +186,9 @@ def group_times(
     a slot, at least ceil(k / m) times the shortest of those k'. The largest of the three bounds is taken: admission
     from the longest down comes close to it (Graham 1969). Where slots are short, this is within 15 % of such an
     engine; where KV is short, preemption makes single groups differ by up to a third.
+
+    A response is given an iteration for each of its tokens, as where KV was delivered. Where the actor prefills for
+    itself, the first token comes with that: the estimate is an iteration too long.
     """
     data = model.profile.data
     responses = work.copies_sum[ends] - work.copies_sum[starts]
