@@ -1,10 +1,10 @@
 """`python -m experiments.fidelity_vidur`: our simulator against Vidur's, on the same measurements and requests.
 
-Vidur 0.0.26 runs its own event loop with its vLLM scheduler; ours runs `sim.engine` on the profile that
-`sim.profiles.vidur` makes of the same CSVs. All requests are there at time 0 and are dealt to the replicas in turn;
-each replica has the same slots, KV and tokens an iteration. What is compared is the makespan and when each request
-ends. Metrics, plots and uploads of the package are off. One repair of the package: a request that it restarts after
-running out of KV keeps its old progress and ends the run with an assertion; here it starts anew.
+Vidur 0.0.26 runs its own event loop with chunked prefill (its Sarathi scheduler), as vLLM does; ours runs `sim.engine`
+on the profile that `sim.profiles.vidur` makes of the same CSVs. All requests are there at time 0 and are dealt to the
+replicas in turn; each replica has the same slots, KV and tokens an iteration. What is compared is the makespan and when
+each request ends. Metrics, plots and uploads of the package are off. One repair of the package: a request that it
+restarts after running out of KV keeps its old progress and ends the run with an assertion; here it starts anew.
 """
 
 import warnings
@@ -105,7 +105,7 @@ def theirs_s(
 def _theirs_s(
     trained: Any, config: Any, profile: Profile, requests: IntArray, replicas: int, watermark: float
 ) -> tuple[FloatArray, int]:
-    from vidur.config import CacheConfig, ClusterConfig, MetricsConfig, SimulationConfig, VllmSchedulerConfig
+    from vidur.config import CacheConfig, ClusterConfig, MetricsConfig, SarathiSchedulerConfig, SimulationConfig
     from vidur.entities import Replica, Request
     from vidur.events import RequestArrivalEvent
     from vidur.simulator import Simulator
@@ -127,8 +127,8 @@ def _theirs_s(
             num_blocks=data.kv_capacity_tokens // BLOCK_TOKENS,
             watermark_blocks_fraction=watermark,
         ),
-        replica_scheduler_config=VllmSchedulerConfig(
-            batch_size_cap=data.max_slots, max_tokens_in_batch=data.max_batched_tokens
+        replica_scheduler_config=SarathiSchedulerConfig(
+            batch_size_cap=data.max_slots, chunk_size=data.max_batched_tokens
         ),
     )
     Replica._id = -1  # its global scheduler counts replicas from 0

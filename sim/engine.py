@@ -5,12 +5,12 @@ token an iteration, so the time of the whole stretch has a closed form (`Profile
 the boundary of two iterations, in this order:
 
 1. Admission, in order, head of line first: a waiting response enters when a slot is free and its KV fits, with room
-   for one more token of everything that runs. A prompt's KV is held once, however many of its responses run.
-2. Prefill of what was admitted and is not cached, while decoding pauses; it gives each response that was admitted its
-   next token, as vLLM's does. Then boundary again.
-3. Preemption by recompute when the next iteration's tokens do not fit: the last admitted goes back to the head of the
+   for one more token of everything that runs, until an iteration is full (`max_batched_tokens`, which the last to enter
+   may exceed). A prompt's KV is held once, however many of its responses run.
+2. Preemption by recompute when the next iteration's tokens do not fit: the last admitted goes back to the head of the
    queue and loses its KV (vLLM's rule).
-4. One decode iteration: each running response gets one token. Those that reach their length end.
+3. One iteration: each running response gets one token. What was admitted and is not cached is prefilled in it
+   (`Profile.mixed_iteration_s`). Responses that reach their length end.
 
 With prefix caching, prompts that have run stay cached as long as nothing needs their space: the free cache favours
 engines that prefill for themselves. KV that was delivered for a queued response, by the prefill actor or by a move,
@@ -60,7 +60,7 @@ class Engine:
     profile: Profile
     """What an iteration costs."""
     prefill_timer: Callable[[int], float]
-    """Seconds of a prefill, shared by the engines of one profile."""
+    """Seconds of a prefill without decoding beside it, shared by the engines of one profile."""
     batch: Batch
     """Responses of the step."""
     slots: int
@@ -90,7 +90,6 @@ class Engine:
     _context_tokens: int = 0
     _queued_tokens: int = 0
     _ends: list[tuple[int, int]] = field(default_factory=list)
-    _fresh: list[int] = field(default_factory=list)
     _loaded: set[int] = field(default_factory=set)
     _met: set[int] = field(default_factory=set)
     _pins: dict[int, int] = field(default_factory=dict)
@@ -98,6 +97,7 @@ class Engine:
     _cached_tokens: int = 0
     _planned: int = 0
     _stretch_batch: int = 0
+    _prefills: bool = False
 
     def submit(self, responses: Iterable[int], *, loaded: bool = False) -> None:
         """Queue responses. `loaded`: the KV of their prompt and tokens so far has come with them."""
@@ -114,8 +114,8 @@ class Engine:
 
     @property
     def decoding(self) -> bool:
-        """Whether the running stretch decodes; a prefill otherwise."""
-        return self._stretch_batch > 0
+        """Whether the running stretch only decodes."""
+        return self._stretch_batch > 0 and not self._prefills
 
     @property
     def queued_tokens(self) -> int:
@@ -138,11 +138,13 @@ class Engine:
 
     def settle(self, now_s: float) -> float | None:
         """Do the boundary's work and begin the next stretch; its seconds, or None when there is nothing to run."""
-        prefill_tokens = self._admit(now_s)
-        if prefill_tokens:
-            self._stretch_batch = self._planned = 0
-            return self.prefill_timer(prefill_tokens) * self.slowdown
-        self._note_ends()
+        prefill_tokens, decoding, context_tokens = self._admit(now_s)
+        self._prefills = prefill_tokens > 0
+        if self._prefills:
+            self._stretch_batch, self._planned = len(self.running), 1
+            if not decoding:
+                return self.prefill_timer(prefill_tokens) * self.slowdown
+            return self.profile.mixed_iteration_s(prefill_tokens, decoding, context_tokens / decoding) * self.slowdown
         if not self.running:
             assert not self.waiting, "a response that does not fit an empty engine; plans are checked against this"
             return None
@@ -157,35 +159,26 @@ class Engine:
     def iterations_by(self, elapsed_s: float) -> tuple[int, float]:
         """The first boundary of the running stretch at or after `elapsed_s`: iterations and seconds from its start.
 
-        A prefill has no boundary before its end: (0, a negative number).
+        An iteration that prefills has no boundary before its end: (0, a negative number).
         """
         size = self._stretch_batch
-        if size == 0:
+        if self._prefills:
             return 0, -1.0
         mean = self._context_tokens / size
         count = self.profile.decode_run_iterations(size, mean, elapsed_s / self.slowdown, self._planned)
         return count, self.profile.decode_run_s(size, mean, count) * self.slowdown
 
     def advance(self, iterations: int | None = None) -> list[int]:
-        """End the stretch after `iterations`, a prefill after none (by default: all of it); responses that ended, in
-        order."""
-        if self._stretch_batch:
-            count = self._planned if iterations is None else iterations
-            self._iteration += count
-            tokens = self._stretch_batch * count
-        elif iterations is None:  # a prefill: a token for each that it was for
-            for response in self._fresh:
-                self.running[response] -= 1
-            tokens = len(self._fresh)
-        else:
-            tokens = 0
+        """End the stretch after `iterations` (all that were planned by default); responses that ended, in order."""
+        count = self._planned if iterations is None else iterations
+        size = self._stretch_batch
         self._stretch_batch = self._planned = 0
-        self._note_ends()
-        if not tokens:
+        if count == 0:
             return []
-        self._context_tokens += tokens
-        self.generated_tokens += tokens
-        self.used_tokens += tokens
+        self._iteration += count
+        self._context_tokens += size * count
+        self.generated_tokens += size * count
+        self.used_tokens += size * count
         self._trim_cache()
         ended = []
         while self._ends and self._ends[0][0] <= self._iteration:
@@ -195,12 +188,6 @@ class Engine:
                 self.batch.generated[response] = self.batch.target[response]
                 ended.append(response)
         return ended
-
-    def _note_ends(self) -> None:
-        """What was admitted ends as `running` says from now on."""
-        for response in self._fresh:
-            heappush(self._ends, (self.running[response], response))
-        self._fresh.clear()
 
     def progress(self) -> None:
         """Write the tokens so far of everything that runs into the batch."""
@@ -214,7 +201,6 @@ class Engine:
         self.running.clear()
         self.waiting.clear()
         self._ends.clear()
-        self._fresh.clear()
         self._loaded.clear()
         self._met.clear()
         self._pins.clear()
@@ -248,10 +234,12 @@ class Engine:
         """What a response shares its prompt's KV by: its prompt, or nothing (its own number, negative)."""
         return response // self.batch.responses_per_prompt if self.prefix_caching else ~response
 
-    def _admit(self, now_s: float) -> int:
-        """Move what fits from the queue into slots; prompt and context tokens that must be computed for it."""
-        batch, capacity, prefill = self.batch, self.profile.data.kv_capacity_tokens, 0
-        while self.waiting and len(self.running) < self.slots:
+    def _admit(self, now_s: float) -> tuple[int, int, int]:
+        """Move what fits from the queue into slots. Tokens to prefill; responses that then run and need none; their
+        context."""
+        batch, capacity, budget = self.batch, self.profile.data.kv_capacity_tokens, self.profile.data.max_batched_tokens
+        prefill, decoding, context_tokens = 0, len(self.running), self._context_tokens
+        while self.waiting and len(self.running) < self.slots and prefill + decoding < budget:
             response = self.waiting[0]
             prompt = response // batch.responses_per_prompt
             key, own, prompt_tokens = self._key(response), batch.generated[response], batch.prompt_tokens[prompt]
@@ -260,16 +248,21 @@ class Engine:
             if self.used_tokens + need + len(self.running) + 1 > capacity:
                 break
             self.waiting.popleft()
-            prefill += self._enter(response, key, shared)
+            tokens = self._enter(response, key, shared)
+            prefill += tokens
+            if not tokens:
+                decoding += 1
+                context_tokens += prompt_tokens + own
             self.used_tokens += need
             self._context_tokens += prompt_tokens + own
             self._queued_tokens -= prompt_tokens + own
-            self.running[response] = self._iteration + batch.target[response] - own
-            self._fresh.append(response)
+            end = self._iteration + batch.target[response] - own
+            self.running[response] = end
+            heappush(self._ends, (end, response))
             if batch.first_s[response] < 0:
                 batch.first_s[response] = now_s
             self._trim_cache()
-        return prefill
+        return prefill, decoding, context_tokens
 
     def _enter(self, response: int, key: int, shared: bool) -> int:
         """Pin the prompt of a response that is admitted; tokens that must be computed for it."""

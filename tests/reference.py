@@ -140,9 +140,11 @@ class TokenByToken:
         if w.kv() + sum(w.cached.values()) > w.profile.data.kv_capacity_tokens:
             w.cached.clear()
 
-    def admit(self, w: Worker) -> tuple[int, list[Response]]:
-        tokens, admitted = 0, []
+    def admit(self, w: Worker) -> tuple[int, list[Response], bool]:
+        tokens, decoding, admitted = 0, list(w.slots_used), False
         while w.queue and len(w.slots_used) < w.slots:
+            if tokens + len(decoding) >= w.profile.data.max_batched_tokens:
+                break
             r = w.queue[0]
             shared = any(w.key(other) == w.key(r) for other in w.slots_used)
             need = r.generated + (0 if shared else r.prompt_tokens)
@@ -170,9 +172,11 @@ class TokenByToken:
             if r.first_s < 0:
                 r.first_s = self.now
             w.slots_used.append(r)
-            admitted.append(r)
+            admitted = True
+            if not computed:
+                decoding.append(r)
             self.trim(w)
-        return tokens, admitted
+        return tokens, decoding, admitted
 
     def observe(self, w: Worker) -> None:
         w.seen_running, w.seen_kv = len(w.slots_used), w.kv()
@@ -218,12 +222,16 @@ class TokenByToken:
         if w.parting:
             self.part(w)
             w.woken = True
-        tokens, admitted = self.admit(w)
-        event = bool(admitted) or w.woken
+        tokens, decoding, admitted = self.admit(w)
+        event = admitted or w.woken
         w.woken = False
         if tokens:
             self.observe(w)
-            self.step(w, float(w.profile.prefill_s(tokens)), lambda w: self.prefilled_now(w, admitted))
+            seconds = float(w.profile.prefill_s(tokens))
+            if decoding:
+                mean = sum(r.context for r in decoding) / len(decoding)
+                seconds = w.profile.mixed_iteration_s(tokens, len(decoding), mean)
+            self.step(w, seconds, self.prefilled_now)
             return
         if not w.slots_used:
             self.observe(w)
@@ -249,17 +257,14 @@ class TokenByToken:
         w.pending = number = next(self.ticket)
         self.at(self.now + seconds * w.slowdown, lambda: then(w) if w.pending == number else None)
 
-    def prefilled_now(self, w: Worker, admitted: list[Response]) -> None:
+    def prefilled_now(self, w: Worker) -> None:
         w.woken = True
-        self.tokens(w, admitted)
+        self.iterated(w)
 
     def iterated(self, w: Worker) -> None:
-        self.tokens(w, w.slots_used)
-
-    def tokens(self, w: Worker, given: list[Response]) -> None:
         w.stepping = False
-        w.generated += len(given)
-        for r in given:
+        w.generated += len(w.slots_used)
+        for r in w.slots_used:
             r.generated += 1
         self.trim(w)
         ended = [r for r in w.slots_used if r.generated == r.target]

@@ -313,4 +313,4 @@ def test_public_measurements_lie_near_a_roofline_and_near_vidurs_simulator() -> 
     assert len(as_it_comes) == 8
     assert all(row.median_error < fidelity_vidur.AIM for row in as_it_comes)
     without = next(row for row in rows if row.name.startswith("the same") and row.n > 1)
-    assert without.median_error < 0.015  # two assumptions explain the rest
+    assert without.median_error < 0.02  # two assumptions explain the rest

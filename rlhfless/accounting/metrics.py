@@ -246,8 +246,9 @@ def generation_bounds(
     Let g(m) be the least of these over the b that fit: at most max_slots, and b (m - longest prompt) tokens of KV
     below the capacity (prompts may share theirs). Any line below g may be summed over tokens instead of iterations; we
     take the one that touches the convex envelope of g at the mean context M of all (response, later token) pairs, the
-    best for these (Jensen). A first token costs what the line says at its prompt, or, if that is less, a share of a
-    prefill of one token in full slots. Each of an actor's tp GPUs pays it.
+    best for these (Jensen). A first token may come beside others' later ones: it costs nothing, or what the line says
+    at its prompt where that is less. And no iteration, prefill or decode, gives more first tokens than there are slots.
+    Each of an actor's tp GPUs pays it.
 
     Raises InputError when the shapes do not fit or a length is below 1.
     """
@@ -277,11 +278,9 @@ def generation_bounds(
     # g rises with m, so from one point up to the next it is at least its value at the first.
     rising_s = np.concatenate([token_s[:1], token_s[:-1]])
     at_mean_s, slope_s = _convex_envelope(means, rising_s, mean_context)
-    first_s = np.minimum(prefill_s / profile.data.max_slots, at_mean_s + slope_s * (prompts - mean_context))
-    return GenerationBounds(
-        time_s=time_s,
-        decode_gpu_s=(tokens * at_mean_s + lengths.shape[1] * float(first_s.sum())) * profile.data.tp,
-    )
+    first_s = lengths.shape[1] * float(np.minimum(at_mean_s + slope_s * (prompts - mean_context), 0.0).sum())
+    begin_s = lengths.size / profile.data.max_slots * min(prefill_s, float(least_s[0]))
+    return GenerationBounds(time_s=time_s, decode_gpu_s=max(tokens * at_mean_s + first_s, begin_s) * profile.data.tp)
 
 
 def _least_token_s(profile: Profile, means: FloatArray, longest_prompt: int) -> FloatArray:

@@ -270,6 +270,18 @@ class Profile:
         rest_s = np.interp(rest, data.prefill_tokens, data.prefill_s) + data.iteration_overhead_s
         return np.asarray((full * whole_s + np.where(rest > 0, rest_s, 0.0)) * self.speed)
 
+    def mixed_iteration_s(self, tokens: int, batch: int, context: float) -> float:
+        """Seconds to prefill `tokens` in one iteration with the next token of `batch` responses of mean `context`.
+
+        The layers compute all tokens as one prefill; what a decode iteration takes at this context more than at the
+        grid's shortest, its reading of KV, comes on top. At least that decode iteration. (Chunked prefill, as in vLLM;
+        Agrawal et al., Sarathi-Serve, OSDI 2024, section 4.) Where the tokens exceed max_batched_tokens, the seconds
+        are those of several iterations.
+        """
+        decode_s = self.decode_run_s(batch, context, 1)
+        reading_s = decode_s - self.decode_run_s(batch, 0.0, 1)
+        return max(float(self.prefill_s(tokens + batch)) + reading_s, decode_s)
+
 
 def check_sizes(profiles: Mapping[int, Profile]) -> None:
     """Raise InputError unless profiles by tensor-parallel size are of that size, one model, one GPU type."""
