@@ -1,9 +1,9 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-# cpu: real vLLM engines on CPUs and a local Ray (some 4 GB), trl: TRL's trainers; without both planner and simulator are
-# tested alone.
-EXTRAS ?= dev,profiles,vidur,cpu,trl
+# cpu: real vLLM engines on CPUs and a local Ray (some 4 GB), nixl: KV from memory to memory, trl: TRL's trainers;
+# without them planner and simulator are tested alone.
+EXTRAS ?= dev,profiles,vidur,cpu,trl,nixl
 
 .PHONY: run test bench clean
 

@@ -26,7 +26,7 @@ import numpy as np
 
 from backends import nodes
 from backends.engine_types import EngineConfig
-from backends.environment import engine_env, require
+from backends.environment import NIXL_HOST, engine_env, require
 from backends.ray_config import RayConfig
 from backends.vllm_actor import VllmActor
 from rlhfless.errors import InfeasibleError, InputError, RlhflessError
@@ -305,6 +305,8 @@ class RayCluster:
         node, engine = self.node(hosts.pop()), engine.on(len(gpus))
         needs: dict[str, Any] = {"num_cpus": self._config.actor_cpus * len(gpus)}
         env = engine_env(self._config.device)
+        if self._config.kv == "nixl":
+            env[NIXL_HOST] = nodes.address(node)
         if self._config.device == "cuda":
             needs = {"num_cpus": 0, "num_gpus": len(gpus)}
             # Ray would give it any that are free; the learner's are named by number as well

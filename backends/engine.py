@@ -18,8 +18,10 @@ from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 from backends.engine_types import EngineConfig, EngineCounters, EngineError, Finished, Partial, Request
-from backends.engine_vllm import Tally, add, build, one_line
+from backends.engine_vllm import Live, Tally, add, build, hasten, one_line, queue_of, scheduler_of
 from backends.kv_rates import KVRates
+from backends.kv_readers import LOOK_S, KVReaders
+from backends.kv_transfer import NIXL
 from rlhfless.errors import InputError
 
 _T = TypeVar("_T")
@@ -42,12 +44,15 @@ class StepEngine:
         self._changed = threading.Condition()
         # guarded by _changed; all but _calls and _finished are written by the engine's thread alone
         self._calls: deque[_Call[Any]] = deque()
-        self._live: dict[int, _Live] = {}
+        self._live: dict[int, Live] = {}
+        self._queue: list[int] = []
         self._finished: list[Finished] = []
         self._continued_tokens = 0
         self._moved_kv_bytes = 0.0
         self._counters = self._tally.counters(self._engine.vllm_config.cache_config)
-        self._rates = KVRates() if config.kv_connector is not None else None
+        self._readers = KVReaders(self._engine, config)
+        stored = config.kv_connector is not None and config.kv_connector["kv_connector"] != NIXL
+        self._rates = KVRates() if stored else None
         self._asleep = False
         self._error: EngineError | None = None
         self._closing = False
@@ -89,13 +94,19 @@ class StepEngine:
             finished, self._finished = self._finished, []
             return finished
 
-    def abort(self, responses: Iterable[int]) -> dict[int, Partial]:
+    def abort(self, responses: Iterable[int], first: Iterable[int] = ()) -> dict[int, Partial]:
         """Stop responses and hand over what they have generated; takes at most one iteration.
 
-        A response that has ended in the meantime is not in the result: `poll` reports it, if it has not done so.
+        A response that has ended in the meantime is not in the result: `poll` reports it, if it has not done so. Each
+        of `first` that is in the queue goes to its head at the same time, one after the other.
         """
         wanted = list(dict.fromkeys(responses))
-        return self._call(lambda: self._abort(wanted))
+
+        def rearrange() -> dict[int, Partial]:
+            hasten(self._engine, first)
+            return self._abort(wanted)
+
+        return self._call(rearrange)
 
     def salvage(self) -> dict[int, Partial]:
         """What unfinished responses have generated, also of an engine that has failed: they can go on elsewhere."""
@@ -108,6 +119,12 @@ class StepEngine:
             self._check()
             return {response: len(live.tokens) for response, live in self._live.items()}
 
+    def queue(self) -> list[int]:
+        """Unfinished responses without a slot, in order of admission, at the end of the last iteration."""
+        with self._changed:
+            self._check()
+            return [response for response in self._queue if response in self._live]
+
     def held_tokens(self) -> int:
         """Context, prompt and generated so far, of everything unfinished, in slots and in the queue."""
         with self._changed:
@@ -119,6 +136,20 @@ class StepEngine:
         with self._changed:
             self._check()
             return self._count()
+
+    def kept(self) -> int:
+        """Requests that are over and whose KV waits for another engine to read it."""
+        with self._changed:
+            self._check()
+            return self._readers.kept
+
+    def set_slots(self, slots: int) -> None:
+        """Responses that run at once from now on, at most max_slots; what runs by now goes on."""
+
+        def limit() -> None:
+            scheduler_of(self._engine).max_num_active_reqs = slots
+
+        self._call(limit)
 
     def set_weight_version(self, version: str) -> None:
         """Name the weights from now on. KV is shared only under one name, in this engine and through a connector.
@@ -138,10 +169,11 @@ class StepEngine:
         self._call(name)
 
     def reset_prefix_cache(self) -> None:
-        """Forget all cached KV. Raises InputError while responses run."""
+        """Forget all cached KV, also what waits for others to read it. Raises InputError while responses run."""
 
         def reset() -> None:
             self._require_idle("the prefix cache cannot be reset")
+            self._readers.release()
             if not self._engine.reset_prefix_cache():
                 raise EngineError(f"{self._what}: vLLM refused to reset the prefix cache")
 
@@ -159,6 +191,7 @@ class StepEngine:
             if not self._config.sleep_mode:
                 raise InputError(f"{self._what}: sleep needs sleep_mode")
             if not self._asleep:
+                self._readers.release()
                 self._engine.sleep(level=1)
                 self._asleep = True
 
@@ -226,13 +259,15 @@ class StepEngine:
             while self._attend():
                 if self._live:
                     self._step()
+                elif self._readers.waits:
+                    self._readers.look()
         except BaseException as error:  # whatever ends the thread, callers must hear of it
             self._fail(error)
 
     def _attend(self) -> bool:
         """Serve what callers have left, waiting for them when there is nothing to step; False to end."""
         with self._changed:
-            self._changed.wait_for(lambda: self._calls or self._closing or self._live)
+            self._changed.wait_for(lambda: self._calls or self._closing or self._live or self._readers.waits)
             calls, self._calls = self._calls, deque()
             closing = self._closing
         for call in calls:
@@ -246,13 +281,17 @@ class StepEngine:
         with self._changed:
             continued_tokens = sum(self._take(output) for output in outputs)
             before, self._counters = self._counters, self._tally.counters(self._engine.vllm_config.cache_config)
+            self._queue = queue_of(self._engine)
+            # new responses seldom begin in the same step as continued ones; then this is the most that it can be
+            moved_tokens = min(continued_tokens, self._counters.external_tokens - before.external_tokens)
             if self._rates is not None:
                 self._rates.note(step_s, before, self._counters)
-                # new responses seldom begin in the same step as continued ones; then this is the most that it can be
-                moved_tokens = min(continued_tokens, self._counters.external_tokens - before.external_tokens)
                 self._moved_kv_bytes += self._rates.bytes_of(moved_tokens, self._counters.block_tokens)
+            self._moved_kv_bytes += self._readers.token_bytes * moved_tokens
             if self._finished:
                 self._changed.notify_all()
+        if self._counters.iterations == before.iterations:
+            time.sleep(LOOK_S)  # all that it has waits for KV
 
     def _take(self, output: Any) -> int:
         """Write an output down; of a continued response with its first token here, tokens that were not computed."""
@@ -268,6 +307,7 @@ class StepEngine:
         if output.finished:
             if new.finish_reason not in ("stop", "length"):
                 raise EngineError(f"{self._what}: response {response} ended by {new.finish_reason!r}")
+            live.kv = output.kv_transfer_params
             del self._live[response]
             self._finished.append(
                 Finished(
@@ -293,7 +333,7 @@ class StepEngine:
             self._engine.abort_request(added)
             raise
         with self._changed:
-            self._live.update((request.response, _Live(request)) for request in requests)
+            self._live.update((request.response, Live(request)) for request in requests)
 
     def _recompute(self, request: Request) -> bool:
         """Whether a response that comes from elsewhere is sooner computed again than fetched."""
@@ -303,7 +343,8 @@ class StepEngine:
 
     def _abort(self, responses: list[int]) -> dict[int, Partial]:
         left = [response for response in responses if response in self._live]
-        self._engine.abort_request([str(response) for response in left])
+        for response, handle in self._readers.abort(left).items():
+            self._live[response].kv = handle
         with self._changed:
             return {response: self._live.pop(response).partial() for response in left}
 
@@ -348,31 +389,3 @@ class _Call(Generic[_T]):
             self.future.set_result(self._work())
         except BaseException as error:  # the caller's to handle; the engine goes on
             self.future.set_exception(error)
-
-
-class _Live:
-    """An unfinished response."""
-
-    __slots__ = ("cached_tokens", "logprobs", "request", "stats", "tokens")
-
-    def __init__(self, request: Request) -> None:
-        self.request = request
-        self.tokens: list[int] = []
-        self.logprobs: list[float] = []
-        self.cached_tokens = 0
-        self.stats: Any = None  # vLLM's record of the request, which it keeps up to date; None before the first token
-
-    @property
-    def context_tokens(self) -> int:
-        return len(self.request.token_ids) + len(self.tokens)
-
-    def partial(self) -> Partial:
-        stats = self.stats
-        return Partial(
-            tokens=tuple(self.tokens),
-            logprobs=tuple(self.logprobs),
-            cached_tokens=self.cached_tokens,
-            admitted_s=stats and stats.scheduled_ts,
-            first_token_s=stats and stats.first_token_ts,
-            last_token_s=stats and stats.last_token_ts,
-        )

@@ -91,6 +91,10 @@ class Request:
     """The response's own random stream. With the same seed a continued response equals an uninterrupted one."""
     force_length: bool = False
     """Generate exactly max_tokens, whether or not the model would end earlier."""
+    kv: Mapping[str, Any] | None = None
+    """Where KV of its first tokens can be read: the handle of a `Partial` of another engine, under kv nixl."""
+    hand_over: bool = False
+    """Whether its KV is kept for another engine to read when it ends by its length, under kv nixl."""
 
     def check(self, config: EngineConfig) -> None:
         """Raise InputError where the request is malformed, InfeasibleError where it may outgrow max_model_len."""
@@ -124,6 +128,8 @@ class Partial:
     """When its first token here was there; None while it has none."""
     last_token_s: float | None
     """When its last token so far was there; None while it has none."""
+    kv: Mapping[str, Any] | None = None
+    """Handle of its KV, once it has ended or been aborted here, for one other engine; None where none is kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

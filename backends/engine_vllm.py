@@ -1,14 +1,46 @@
 """What is asked of vLLM beyond stepping: building an engine, queueing a request, counting. vLLM is imported on use."""
 
 import os
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from backends.engine_types import EngineConfig, EngineCounters, EngineError, Request
-from backends.environment import prepare, require
+from backends.engine_types import EngineConfig, EngineCounters, EngineError, Partial, Request
+from backends.environment import keep_on_loopback, prepare, require
+from backends.kv_transfer import NIXL
 from rlhfless.errors import InputError
 
 NOISE_PROCESSOR = "backends.sampling:PositionNoise"
 """What vLLM loads into its workers, so that sampling does not depend on where a response is decoded."""
+
+
+class Live:
+    """An unfinished response."""
+
+    __slots__ = ("cached_tokens", "kv", "logprobs", "request", "stats", "tokens")
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self.cached_tokens = 0
+        self.kv: Mapping[str, Any] | None = None
+        self.stats: Any = None  # vLLM's record of the request, which it keeps up to date; None before the first token
+
+    @property
+    def context_tokens(self) -> int:
+        return len(self.request.token_ids) + len(self.tokens)
+
+    def partial(self) -> Partial:
+        stats = self.stats
+        return Partial(
+            tokens=tuple(self.tokens),
+            logprobs=tuple(self.logprobs),
+            cached_tokens=self.cached_tokens,
+            admitted_s=stats and stats.scheduled_ts,
+            first_token_s=stats and stats.first_token_ts,
+            last_token_s=stats and stats.last_token_ts,
+            kv=self.kv,
+        )
 
 
 class Tally:
@@ -77,6 +109,9 @@ def build(config: EngineConfig, tally: Tally) -> Any:
     if config.tp > 1:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # its ranks are on one host, and need not be heard beyond
     tqdm.monitor_interval = 0  # the watcher thread of a progress bar would outlive the engine
+    if config.kv_connector is not None and config.kv_connector["kv_connector"] == NIXL:
+        require("nixl")
+        keep_on_loopback()
     extras: dict[str, Any] = {}
     if config.worker_extension is not None:
         extras["worker_extension_cls"] = config.worker_extension
@@ -122,9 +157,15 @@ def add(engine: Any, request: Request, *, salt: str, recompute: bool = False) ->
 
     from backends.sampling import noise_args
 
+    extra = noise_args(request.seed, request.temperature) if request.temperature else {}
+    if request.kv is not None:
+        # a copy, since vLLM crosses it off; what was found in the other engine's cache was not found in this one's
+        extra["kv_transfer_params"] = {**request.kv, "remote_prefill_cached_tokens": None}
+    elif request.hand_over:
+        extra["kv_transfer_params"] = {"do_remote_decode": True}
     parameters = SamplingParams(
         temperature=0.0,  # argmax; the noise, where there is any, does the sampling
-        extra_args=noise_args(request.seed, request.temperature) if request.temperature else None,
+        extra_args=extra or None,
         max_tokens=request.max_tokens,
         ignore_eos=request.force_length,
         logprobs=0,  # that of the token itself
@@ -136,6 +177,30 @@ def add(engine: Any, request: Request, *, salt: str, recompute: bool = False) ->
         engine.add_request(str(request.response), tokens_input(list(request.token_ids), cache_salt=salt), parameters)
     except (ValueError, VLLMValidationError) as error:
         raise InputError(f"response {request.response}: {one_line(error)}") from error
+
+
+def scheduler_of(engine: Any) -> Any:
+    """Its scheduler, which is in this process."""
+    return engine.engine_core.engine_core.scheduler
+
+
+def queue_of(engine: Any) -> list[int]:
+    """Responses that wait for a slot or for room, in order of admission."""
+    return [response_of(request.request_id) for request in scheduler_of(engine).waiting]
+
+
+def hasten(engine: Any, responses: Iterable[int]) -> None:
+    """Each of `responses` that is in the queue goes to its head, one after the other."""
+    waiting = scheduler_of(engine).waiting
+    queued = {response_of(request.request_id): request for request in waiting}
+    for request in [queued[response] for response in responses if response in queued]:
+        waiting.remove_request(request)
+        waiting.prepend_request(request)
+
+
+def response_of(name: str) -> int:
+    """The response that vLLM calls `name`: it adds a suffix to our names."""
+    return int(name.partition("-")[0])
 
 
 def one_line(error: BaseException) -> str:

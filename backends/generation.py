@@ -5,23 +5,23 @@ actor has died), commands go out through a `Wire`. There is no Ray, no clock and
 of events can be tried in tests.
 
 Every unfinished response has one owner, the actor that is to finish it, and one place, the actor that has been sent it.
-The two differ while it leaves a place for its owner. Its tokens are safe here as far as they were reported; a place
-that dies takes the rest with it, and whoever goes on generates the same tokens again.
+The two differ while it leaves a place for its owner, be it that the place ends or that it goes on with others. Its
+tokens are safe here as far as they were reported; a place that dies takes the rest with it, and whoever goes on
+generates the same tokens again.
 
 A reserve actor has no process until a rule asks for it. Once it can work it is idle until a rule gives it responses.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
 from backends.engine_types import EngineCounters, EngineError, Finished, Partial, Request
 from backends.generation_types import NOWHERE, Actor, Response, State, Wire
-from backends.vllm_actor import Update
-from rlhfless.errors import PlanError
-from rlhfless.scheduler.migration import PARTING, GenerationView, Migration, Start, rule
-from rlhfless.types.arrays import BoolArray, IntArray, ints
+from backends.vllm_actor import NOTHING, Update
+from rlhfless.scheduler.migration import GenerationView, Migration, Start, rule
+from rlhfless.types.arrays import BoolArray, IntArray, ints, seen
 from rlhfless.types.plan import MigrationSpec
 
 
@@ -37,14 +37,7 @@ class Generation:
         version: str,
         wire: Wire,
     ) -> None:
-        """`shares`: responses of each actor in the order of their admission; `version`: weights to be drawn from.
-
-        Raises PlanError for a rule that moves a part of an actor's responses, which is not carried out here yet.
-        """
-        if migration is not None and migration.kind in PARTING:
-            raise PlanError(
-                f"rule {migration.kind}: these engines give up all of an actor's responses or none; simulate it"
-            )
+        """`shares`: responses of each actor in the order of their admission; `version`: weights to be drawn from."""
         self.rule = rule(migration) if migration else None
         self.version, self.wire = version, wire
         self.responses = [
@@ -71,6 +64,7 @@ class Generation:
         self._assigned = np.array([len(share) for share in shares], dtype=np.int64)
         self._finished = np.zeros(len(shares), dtype=np.int64)
         self._held, self._room = np.zeros_like(self._finished), np.zeros_like(self._finished)
+        self._ended = np.zeros(self.left, dtype=np.int64)  # context of what has ended
         self._stale = set(range(len(shares)))  # actors of which more is known than _held and _room say
 
     # ---- events
@@ -93,7 +87,7 @@ class Generation:
         """An actor reports. Raises EngineError where it has drawn from other weights than it was told to."""
         actor = self.actors[index]
         assert actor.state != "gone", "a report of an actor that was released"
-        actor.counters = update.counters
+        actor.counters, actor.queue = update.counters, update.queue
         self._stale.add(index)
         for one in update.finished:
             self._finish(actor, one)
@@ -106,6 +100,7 @@ class Generation:
                 self._note(actor, response, partial)
                 self.responses[response].here += partial.tokens
                 self.responses[response].here_logprobs += partial.logprobs
+        self._depart(actor, update.parted)
         if update.over is not None:
             actor.over_s = update.at_s + actor.offset_s
         if update.over == "failed":
@@ -162,7 +157,9 @@ class Generation:
         response.end_s = one.done.last_token_s + actor.offset_s
         response.finish_reason, response.version = one.finish_reason, one.weight_version
         self.actor_of[number], self._place[number] = index, NOWHERE
+        self._ended[number] = response.context_tokens
         del self._at[index][number]
+        actor.parting.discard(number)
         owner = self._owner[number]
         self._owned[owner].discard(number)
         self._stale.add(owner)
@@ -186,9 +183,14 @@ class Generation:
             response.cached_tokens = partial.cached_tokens
 
     def _collect(self, actor: Actor, given_up: Mapping[int, Partial]) -> list[int]:
-        """Everything leaves a place: with what is given up, else with what was reported."""
+        """Everything leaves a place."""
         here = list(self._at[actor.index])
-        for number in here:
+        self._take(actor, here, given_up)
+        return here
+
+    def _take(self, actor: Actor, numbers: Iterable[int], given_up: Mapping[int, Partial]) -> None:
+        """Responses leave a place: with what is given up, else with what was reported."""
+        for number in numbers:
             response, partial = self.responses[number], given_up.get(number)
             if partial is None or len(partial.tokens) < len(response.here):
                 tokens, logprobs = response.here, response.here_logprobs
@@ -197,8 +199,14 @@ class Generation:
                 self._note(actor, number, partial)
             actor.accepted_tokens += len(tokens)
             response.keep(tokens, logprobs)
-        self._at[actor.index].clear()
-        return here
+            del self._at[actor.index][number]
+            actor.parting.discard(number)
+
+    def _depart(self, actor: Actor, parted: Mapping[int, Partial]) -> None:
+        """An actor that goes on has given up some of its responses: they go to their owners."""
+        numbers = [number for number in parted if self._place[number] == actor.index]
+        self._take(actor, numbers, parted)
+        self._send(numbers)
 
     def _account(self, actor: Actor, alive: bool) -> None:
         """Add an actor's totals to those of the step, once it is over."""
@@ -213,8 +221,7 @@ class Generation:
 
     def _end_if_idle(self, actor: Actor) -> None:
         index = actor.index
-        if actor.state == "working" and actor.begun and not self._owned[index]:
-            assert not self._at[index], "a response without an owner"
+        if actor.state == "working" and actor.begun and not self._owned[index] and not self._at[index]:
             self._account(actor, alive=True)
             self._stale.add(index)
             actor.state = "gone"
@@ -275,8 +282,7 @@ class Generation:
         for index in self._stale:
             self._look_at(index)
         self._stale.clear()
-        slotted = [actor.counters.running if actor.state == "working" else 0 for actor in self.actors]
-        running = np.minimum(slotted, unfinished)
+        running = np.minimum([self._slotted(actor) for actor in self.actors], unfinished)
         idle = self._are("idle")
         open_slots = [max(actor.slots - left, 0) for actor, left in zip(self.actors, unfinished.tolist(), strict=True)]
         view = GenerationView(
@@ -289,6 +295,8 @@ class Generation:
             context_tokens=ints(self._held),
             kv_headroom_tokens=ints(self._room),
             unfinished=self._contexts,
+            queue=self._queue,
+            ended=lambda: seen(self._ended),
             cuts_so_far=self.cuts,
             unasked=self._are("reserved"),
             starting=self._are("starting"),
@@ -302,11 +310,17 @@ class Generation:
             else:
                 by_source[decided.source].append(decided)
         for source, migrations in by_source.items():
-            self._cut(self.actors[source], migrations)
+            self._reassign(self.actors[source], migrations)
 
     def _are(self, state: State) -> BoolArray:
         """bool[actors]: in a state."""
         return np.array([actor.state == state for actor in self.actors])
+
+    def _slotted(self, actor: Actor) -> int:
+        """Responses that an actor runs and is not to give up."""
+        if actor.state != "working":
+            return 0
+        return max(0, actor.counters.running - len(actor.parting.difference(actor.queue)))
 
     def _context(self, number: int) -> int:
         return self.responses[number].context_tokens
@@ -315,6 +329,12 @@ class Generation:
         """Responses that an actor owns, those on their way to it included, and their contexts in tokens."""
         left = sorted(self._owned[index])
         return ints(left), ints([self._context(number) for number in left])
+
+    def _queue(self, index: int) -> tuple[IntArray, IntArray]:
+        """Responses in an actor's queue that are its own, and their contexts in tokens."""
+        queue = self.actors[index].queue if self.actors[index].begun else self._at[index]
+        own = [number for number in queue if self._owner[number] == self._place[number] == index]
+        return ints(own), ints([self._context(number) for number in own])
 
     def _look_at(self, index: int) -> None:
         """What a rule sees of an actor's KV: the context that it is to hold, and room that nothing uses or is promised.
@@ -331,11 +351,26 @@ class Generation:
         self._held[index] = held
         self._room[index] = max(0, actor.counters.headroom_tokens - promised) if working else 0
 
-    def _cut(self, actor: Actor, migrations: Sequence[Migration]) -> None:
-        """A rule ends an actor: the owners change now, the responses leave when it has been drained."""
+    def _reassign(self, actor: Actor, migrations: Sequence[Migration]) -> None:
+        """A rule sends responses of an actor elsewhere, or to the head of its queue: the owners change now, and the
+        responses leave when it has given them up."""
+        index, first = actor.index, [one.response for one in migrations if one.target == one.source]
         for migration in migrations:
-            self._give(migration.response, self.actors[migration.target])
-        assert not self._owned[actor.index], "a rule moves all or none of an actor's responses"
+            if migration.target != index:
+                self._give(migration.response, self.actors[migration.target])
+        if not self._owned[index]:
+            self._cut(actor)
+            return
+        leaving = [one.response for one in migrations if one.target != index and self._place[one.response] == index]
+        if not actor.begun:
+            self._at[index] = dict.fromkeys((*reversed(first), *self._at[index]))
+            self._depart(actor, dict.fromkeys(leaving, NOTHING))
+        elif leaving or first:
+            actor.parting.update(leaving)
+            self.wire.rearrange(index, leaving, first)
+
+    def _cut(self, actor: Actor) -> None:
+        """A rule ends an actor."""
         self.cuts += 1
         actor.state = "leaving"
         if actor.begun and self._at[actor.index]:

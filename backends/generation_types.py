@@ -1,7 +1,7 @@
 """What the controller of a generation keeps of its actors and responses, and what it asks of actors."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 from backends.engine_types import EngineCounters, FinishReason, Request
@@ -23,6 +23,11 @@ class Wire(Protocol):
 
     def drain(self, actor: int) -> None:
         """Have an actor give up all that it has not finished."""
+        ...
+
+    def rearrange(self, actor: int, leaving: Sequence[int], first: Sequence[int]) -> None:
+        """Have an actor give up the responses `leaving` and go on with the rest; each of `first` that waits for a slot
+        goes to the head of its queue, one after the other."""
         ...
 
     def release(self, actor: int, end: End) -> None:
@@ -65,6 +70,10 @@ class Actor:
     """When it had generated the last that is known."""
     over_s: float | None = None
     """When it had given up what it had not finished."""
+    queue: Sequence[int] = ()
+    """Responses that it had, without a slot, in order of admission, at its last report."""
+    parting: set[int] = field(default_factory=set)
+    """Responses that it has been asked to give up while it goes on."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -40,7 +40,14 @@ class Invocation:
     """What its clock must be given to read like ours."""
     sent: int = 0
     """Responses that it has been sent."""
+    parted: bool = False
+    """Whether it has given up responses, all or some."""
     owed: set[int] = field(default_factory=set)
     """Prefixes that it has been sent and has not computed."""
     iterations: int = -1
     """Its engine's, when it last reported."""
+
+    @property
+    def holds_kv(self) -> bool:
+        """Whether its engine may hold KV that others have yet to read, once it is over."""
+        return self.function == "prefill" or self.parted

@@ -1,7 +1,8 @@
 """KV from one engine to another: a store of KV blocks, what vLLM is told to use it, and when not to (RLHFless §4.2).
 
 Two ways, each a dictionary of arguments for vLLM's `KVTransferConfig`: `redis_config` for our connector over Redis
-(`backends.redis_kv`), which runs anywhere, and `nixl_config` for vLLM's own NIXL connector on GPU clusters.
+(`backends.redis_kv`), and `nixl_config` for vLLM's own NIXL connector (`backends.nixl_kv`): from one engine's memory
+into another's, without a server between.
 
 Over Redis a block is found by what it holds: its key is the run, the weight version and vLLM's hash of all tokens up
 to its end. Nobody hands anything over: an engine saves each block in the step that fills it, prompt and response alike,
@@ -27,6 +28,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from backends.environment import Device
 from backends.kv_block import HEADER_BYTES, BadBlock, pack, unpack
 from backends.redis_server import check_url, connect
 from rlhfless.errors import InputError
@@ -41,6 +43,12 @@ DEFAULT_RETRY_S = 5.0
 """Seconds after a failure before Redis is asked again (chosen: a dead one costs a tenth of the time)."""
 CHUNK_BYTES = 8 << 20
 """KV in one command (chosen: large enough that round trips do not count, small enough to fit the timeout)."""
+
+NIXL = "NixlKVConnector"
+"""vLLM's NIXL connector as `backends.nixl_kv` has it."""
+LEASE_S = 7 * 24 * 3600
+"""Seconds after which vLLM frees KV that nobody has read, read or not (chosen: longer than any step, since a reader
+that comes later would read what is there by then; `StepEngine` frees it when a step is over)."""
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,100}")
 """Run ids and weight versions: what keys can be split at again."""
@@ -328,21 +336,20 @@ def redis_config(url: str, namespace: str, **settings: Any) -> dict[str, Any]:
 _SETTINGS = tuple(RedisSettings.__dataclass_fields__)
 
 
-def nixl_config(*, transports: Sequence[str] = ("UCX",), buffer_device: str = "cuda") -> dict[str, Any]:
-    """Arguments of `vllm.config.KVTransferConfig` for vLLM's NIXL connector: GPU to GPU, without a server between.
+def nixl_config(device: Device) -> dict[str, Any]:
+    """Arguments of `vllm.config.KVTransferConfig` for KV from the memory of one engine into another's, `device`'s own.
 
-    It hands over requests that ended by their own `max_tokens`: prefill with max_tokens=1 on one engine, and pass the
-    `kv_transfer_params` of its output on to the next. Every engine's environment names the address at which others find
-    it: VLLM_NIXL_SIDE_CHANNEL_HOST and a VLLM_NIXL_SIDE_CHANNEL_PORT of its own on each host. Needs the package nixl.
+    Engines find each other at the address that VLLM_NIXL_SIDE_CHANNEL_HOST names in their environment, by default
+    loopback; a port is picked. They need the same vLLM, model, dtype and block size, and the package nixl, whose own
+    thread keeps a processor core busy in every engine, idle or not (measured, nixl 1.5.1).
     """
-    if not transports:
-        raise InputError("KV over NIXL: at least one transport is needed, for instance UCX")
     return {
-        "kv_connector": "NixlConnector",
+        "kv_connector": NIXL,
+        "kv_connector_module_path": "backends.nixl_kv",
         "kv_role": "kv_both",
-        "kv_buffer_device": buffer_device,
+        "kv_buffer_device": device,
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"backends": list(transports)},
+        "kv_connector_extra_config": {"kv_lease_duration": LEASE_S},
     }
 
 

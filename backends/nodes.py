@@ -123,6 +123,13 @@ def records() -> list[Node]:
     return [_node(each) for each in ray.nodes() if each["Alive"]]
 
 
+def address(node: str) -> str:
+    """Where Ray's other nodes reach the node with this id."""
+    import ray
+
+    return str(next(each["NodeManagerAddress"] for each in ray.nodes() if each["NodeID"] == node))
+
+
 def find(
     needs: Needs,
     *,

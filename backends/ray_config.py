@@ -32,9 +32,9 @@ class RayConfig:
     """Tokens of a KV block."""
     max_batched_tokens: int = 2048
     """Tokens that an iteration computes at most."""
-    kv: Literal["redis", "none"] = "redis"
-    """How KV goes from one actor to another. With none, plans with a prefill actor are refused, and what moves is
-    computed again."""
+    kv: Literal["redis", "nixl", "none"] = "redis"
+    """How KV goes from one actor to another: over Redis, or by NIXL from one engine's memory into the other's. With
+    none, plans with a prefill actor are refused, and what moves is computed again."""
     redis_url: str | None = field(default=None, repr=False)
     """Redis for KV; None starts a private one."""
     ray_address: str | None = None
@@ -58,10 +58,8 @@ class RayConfig:
     def __post_init__(self) -> None:
         if not (Path(self.model) / "config.json").is_file():
             raise InputError(f"model {self.model} is not a folder with a Hugging Face model (no config.json)")
-        if self.kv not in ("redis", "none"):
-            # vLLM's NIXL hands over requests that have ended, each by a name that its first engine gives it: a step's
-            # responses are cut before their end, and found by what they hold
-            raise InputError(f"kv {self.kv!r}: known are redis, none")
+        if self.kv not in ("redis", "nixl", "none"):
+            raise InputError(f"kv {self.kv!r}: known are redis, nixl, none")
         if self.redis_url is not None:
             check_url(self.redis_url)
         for name in ("actor_cpus", "start_timeout_s", "hang_timeout_s"):

@@ -20,8 +20,9 @@ import numpy as np
 
 from backends.cluster import RayCluster, StepError
 from backends.engine_types import EngineConfig
+from backends.environment import require
 from backends.invocation import Weights
-from backends.kv_transfer import redis_config
+from backends.kv_transfer import nixl_config, redis_config
 from backends.prewarm import Prewarming
 from backends.ray_config import RayConfig
 from backends.ray_step import RayStep
@@ -56,7 +57,7 @@ class RayExecutor:
     ) -> None:
         """`lengths` forces each response to a length, so that a recorded or simulated step can be repeated.
 
-        Raises InputError where Ray, vLLM's model or Redis are missing.
+        Raises InputError where Ray, vLLM's model, Redis or, under kv nixl, NIXL are missing.
         """
         self.cluster, self.config, self.lengths, self.rewards = cluster, config, lengths, rewards
         self.results: tuple[Generated, ...] = ()
@@ -73,6 +74,8 @@ class RayExecutor:
         self._weights = Weights(version="0", published=None)
         self._redis: RedisServer | None = None
         self._closed = False
+        if config.kv == "nixl":
+            require("nixl")
         self._processes = RayCluster(cluster, config)
         atexit.register(self.close)
         try:
@@ -222,6 +225,8 @@ class RayExecutor:
             url = self._redis.url if self._redis is not None else self.config.redis_url
             assert url is not None
             connector = redis_config(url, self._run)
+        elif self.config.kv == "nixl":
+            connector = nixl_config(self.config.device)
         # only "split" gives engines GPUs that nobody else wants between steps
         sleeps = plan.hosting == "colocated" or (plan.hosting == "serverless" and plan.start == "warm")
         return self.config.engine(prefix_caching=plan.prefix_caching, kv_connector=connector, sleeps=sleeps)

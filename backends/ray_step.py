@@ -16,8 +16,10 @@ from backends.cluster import RayCluster, StepError
 from backends.engine_types import EngineConfig, Request
 from backends.generation import Generation
 from backends.generation_types import End
+from backends.handles import Handles
 from backends.invocation import Invocation, Weights
 from backends.ray_config import RayConfig
+from backends.step_inputs import replicas_of
 from backends.vllm_actor import POLL_S, Begun, Update
 from rlhfless.errors import RlhflessError
 from rlhfless.executor import Life
@@ -64,6 +66,7 @@ class RayStep:
             weights.version,
             self,
         )
+        self.handles = Handles(plan, config)
         self.lives: list[Life] = []
         self.prefill_end_s: float | None = None
         self.prefilled_tokens = self.prefill_failures = 0
@@ -74,6 +77,7 @@ class RayStep:
         self._shares: list[Sequence[Request]] = []
         self._prefill: dict[int, Invocation] = {}
         self._decode: dict[int, Invocation] = {}
+        self._serving: list[Invocation] = []
         self._calls: dict[Any, tuple[Invocation, Callable[[Any], None]]] = {}
 
     def run(self) -> None:
@@ -99,6 +103,8 @@ class RayStep:
             self._look_at_deadlines()
         for invocation in list(self._decode.values()):  # still starting or idle, while others have done its work
             self._part(invocation, "done")
+        for invocation in list(self._serving):
+            self._end_serving(invocation)
         self.cluster.rest()
 
     # ---- what a generation asks for
@@ -108,12 +114,17 @@ class RayStep:
         invocation = self._decode[actor]
         if self._is_early(invocation):
             invocation.life.until(self._now(), "early")
-        self._submit(invocation, requests)
+        self._submit(invocation, self.handles.sent(actor, requests))
 
     def drain(self, actor: int) -> None:
         """See `backends.generation_types.Wire`."""
         invocation = self._decode[actor]
         invocation.process.actor.drain.remote(invocation.process.turn, invocation.sent)
+
+    def rearrange(self, actor: int, leaving: Sequence[int], first: Sequence[int]) -> None:
+        """See `backends.generation_types.Wire`."""
+        invocation = self._decode[actor]
+        invocation.process.actor.rearrange.remote(invocation.process.turn, leaving, first)
 
     def release(self, actor: int, end: End) -> None:
         """See `backends.generation_types.Wire`."""
@@ -127,6 +138,7 @@ class RayStep:
 
     def revive(self, actor: int) -> None:
         """See `backends.generation_types.Wire`."""
+        self.handles.forget(actor)
         self.revivals += 1
         if self.revivals > MOST_REVIVALS:
             raise StepError(f"step {self.plan.step}: its actors keep dying, {self.causes[-1]}")
@@ -139,7 +151,7 @@ class RayStep:
         import ray
         from ray.exceptions import RayError
 
-        wanted = {*self.plan.placement.decode, *self._replicas()}
+        wanted = {*self.plan.placement.decode, *replicas_of(self.plan)}
         processes = self.cluster.untaken(wanted, self.engine)
         asked = [process.actor.up_for.remote() for process in processes]
         answered = set(ray.wait(asked, num_returns=len(asked), timeout=UP_S)[0]) if asked else set()
@@ -155,17 +167,9 @@ class RayStep:
             self.cluster.end(process)
         self.untaken = len(processes)
 
-    def _replicas(self) -> list[tuple[int, ...]]:
-        """GPUs of each replica of the prefill actor."""
-        if self.plan.prefill is None:
-            return []
-        tp, learner = self.plan.prefill_tp, self.plan.placement.learner
-        replicas = [learner[start : start + tp] for start in range(0, len(learner) - tp + 1, tp)]
-        return replicas[: len(self.prefixes)]
-
     def _start_prefill(self) -> set[int]:
         """Start the prefill actor's replicas; the GPUs that they hold until it ends."""
-        replicas = self._replicas()
+        replicas = replicas_of(self.plan)
         if not replicas:
             return set()
         bounds = [len(self.prefixes) * index // len(replicas) for index in range(len(replicas) + 1)]
@@ -215,7 +219,7 @@ class RayStep:
         life.until(self._since(begun.ready_s + invocation.offset_s), "start-up")
         life.until(self._since(begun.loaded_s + invocation.offset_s), "wait-weights")
         if invocation.function == "prefill":
-            share = self._shares[invocation.index]
+            share = self.handles.prefills(self._shares[invocation.index], process.gpus)
             invocation.owed = {request.response for request in share}
             self._submit(invocation, share)
             self._poll(invocation)
@@ -251,6 +255,9 @@ class RayStep:
         try:
             answer = ray.get(call)
         except (RayError, RlhflessError) as error:  # what an actor has raised is both
+            if invocation in self._serving:
+                self._end_serving(invocation)
+                return
             if invocation.begun is not None:
                 invocation.seen_s = time.monotonic()  # news of a death come at once
             self._on_death(invocation, _cause(error))
@@ -265,6 +272,8 @@ class RayStep:
             invocation.seen_s = time.monotonic()
         if update.over == "failed":
             self._note_cause(invocation, update.error)
+        invocation.parted |= bool(update.parted or update.given_up)
+        self.handles.cut(update.parted | update.given_up)
         if prefilling:
             self._on_prefill(invocation, update)
             still_there = self._prefill.get(invocation.index) is invocation
@@ -276,6 +285,7 @@ class RayStep:
 
     def _on_prefill(self, invocation: Invocation, update: Update) -> None:
         invocation.owed.difference_update(one.response for one in update.finished)
+        self.handles.prefilled(update.finished)
         if update.over == "failed":
             self._end_replica(invocation, "dead")
         elif not invocation.owed:
@@ -320,8 +330,23 @@ class RayStep:
         invocation.life.until(self._now(), "start-up" if invocation.begun is None else idle)
         if end != "dead" and self._keep:
             self.cluster.keep(invocation.process)
+        elif end != "dead" and invocation.holds_kv and self.config.kv == "nixl":
+            self._serve(invocation)
         else:
             self.cluster.end(invocation.process, hangs=end == "dead")
+
+    def _serve(self, invocation: Invocation) -> None:
+        """Others read its KV from its memory: it ends when they have, at the latest with the step."""
+        self._serving.append(invocation)
+        call = invocation.process.actor.await_readers.remote()
+        self._calls[call] = (invocation, lambda _: self._end_serving(invocation))
+
+    def _end_serving(self, invocation: Invocation) -> None:
+        self._serving.remove(invocation)
+        invocation.life.until(self._now(), "send-kv")
+        for call in [call for call, (one, _) in self._calls.items() if one is invocation]:
+            del self._calls[call]
+        self.cluster.end(invocation.process)
 
     def _is_early(self, invocation: Invocation) -> bool:
         """Whether it is in reserve and has had no responses yet."""

@@ -15,8 +15,8 @@ ranks, through vLLM's queue in shared memory. Where ranks are more than heads, s
 of them saves it. A backend that does not store a head's KV in one place (vLLM's `num_head_slots`) has a rank's whole
 share as its part, and engines of other sizes do not find it.
 
-One full-attention cache group, and no other parallelism: others need `nixl_config`. Never two engines with a connector
-in one process, since vLLM keeps the model's side in a global.
+One full-attention cache group, and no other parallelism. Never two engines with a connector in one process, since vLLM
+keeps the model's side in a global.
 """
 
 import os
@@ -274,7 +274,7 @@ def _check_parallel(parallel: Any) -> None:
     others = parallel.decode_context_parallel_size * parallel.data_parallel_size
     if parallel.world_size != parallel.tensor_parallel_size or others != 1:
         raise InputError(
-            "KV over Redis: engines may be tensor parallel, not pipeline, context or data parallel; use nixl_config"
+            "KV over Redis: engines may be tensor parallel, not pipeline, context or data parallel; use kv none"
         )
 
 
@@ -282,9 +282,7 @@ def _only_group(kv_cache_config: Any) -> tuple[list[str], Any]:
     """Names of the layers in order, and the kind of cache that they all have."""
     groups = kv_cache_config.kv_cache_groups
     if len(groups) != 1 or type(groups[0].kv_cache_spec) is not FullAttentionSpec:
-        raise InputError(
-            "KV over Redis: needs a model whose layers all have full attention; use nixl_config for others"
-        )
+        raise InputError("KV over Redis: needs a model whose layers all have full attention; use kv none for others")
     return sorted(groups[0].layer_names, key=_natural), groups[0].kv_cache_spec
 
 

@@ -6,7 +6,6 @@ from backends.engine_types import Request
 from backends.ray_config import RayConfig
 from rlhfless.errors import InfeasibleError, InputError, PlanError
 from rlhfless.rng import stream
-from rlhfless.scheduler.migration import PARTING
 from rlhfless.types.cluster import Cluster
 from rlhfless.types.outcome import Outcome
 from rlhfless.types.plan import Plan
@@ -54,6 +53,15 @@ def prefixes_of(plan: Plan, workload: Workload) -> list[Request]:
     ]
 
 
+def replicas_of(plan: Plan) -> list[tuple[int, ...]]:
+    """GPUs of each replica of the prefill actor."""
+    if plan.prefill is None:
+        return []
+    tp, learner = plan.prefill_tp, plan.placement.learner
+    replicas = [learner[start : start + tp] for start in range(0, len(learner) - tp + 1, tp)]
+    return replicas[: plan.prefill.distinct]
+
+
 def require_match(plan: Plan, workload: Workload, outcome: Outcome | None, cluster: Cluster, config: RayConfig) -> None:
     """Raise InputError where plan, workload, outcome and cluster do not belong together, as `require_engines` else."""
     where = f"step {workload.step}"
@@ -75,10 +83,6 @@ def require_match(plan: Plan, workload: Workload, outcome: Outcome | None, clust
 def require_engines(plan: Plan, workload: Workload, cluster: Cluster, config: RayConfig) -> None:
     """Raise InfeasibleError or PlanError unless engines of this config can hold the plan."""
     where = f"step {workload.step}"
-    if plan.migration is not None and plan.migration.kind in PARTING:
-        raise PlanError(
-            f"{where}: rule {plan.migration.kind} moves some of an actor's responses; engines give up all or none"
-        )
     slots = max(actor.slots for actor in plan.actors)
     if slots > config.max_slots:
         raise InfeasibleError(f"{where}: an actor of {slots} slots, engines have {config.max_slots}")
@@ -93,5 +97,18 @@ def require_engines(plan: Plan, workload: Workload, cluster: Cluster, config: Ra
     if plan.prefill is not None:
         if config.kv == "none":
             raise PlanError(f"{where}: a prefill actor's KV needs a way to the decode actors, kv is none")
+        if config.kv == "nixl":
+            _require_readable(plan, where)
         if len(plan.placement.learner) < plan.prefill_tp:
             raise PlanError(f"{where}: a prefill actor of {plan.prefill_tp} GPUs on {len(plan.placement.learner)}")
+
+
+def _require_readable(plan: Plan, where: str) -> None:
+    """KV is read from the memory of the prefill actor's process, so a decode actor on its GPUs must go on in it."""
+    stays, computing = plan.start == "warm" or plan.hosting != "serverless", set(replicas_of(plan))
+    for gpus in plan.placement.decode:
+        if not (stays and gpus in computing) and any(not set(gpus).isdisjoint(one) for one in computing):
+            raise PlanError(
+                f"{where}: kv nixl reads from the prefill actor's process, which ends before a decode actor on GPUs "
+                f"{list(gpus)} starts: start warm and with engines of one size, or use kv redis"
+            )

@@ -1,9 +1,9 @@
-"""What runs in a Ray worker process: one engine, and a thread that feeds it and keeps what it hands over.
+"""What runs in a Ray worker process: one engine, and a thread that keeps what it hands over.
 
 A controller speaks to it in turns, one a function invocation: `begin` brings the weights, `submit` adds responses,
-`poll` hands over what has happened, `drain` gives up all that is unfinished. Whatever happens to a response comes back
-through `poll`, in order and once, so that a controller has one stream an actor to follow. Calls of an earlier turn do
-nothing: an invocation that is over cannot reach into the next one.
+`poll` hands over what has happened, `rearrange` gives up some of what is unfinished and `drain` all of it. Whatever
+happens to a response comes back through `poll`, in order and once, so that a controller has one stream an actor to
+follow. Calls of an earlier turn do nothing: an invocation that is over cannot reach into the next one.
 
 This module loads without ray and vllm.
 """
@@ -12,7 +12,6 @@ import gc
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -30,8 +29,10 @@ answers 400 idle polls a second at some 0.3 ms each)."""
 REPORT_S = 0.25
 """Least seconds between reports of unfinished responses' tokens (chosen: an actor that dies loses at most these)."""
 PUMP_S = 1.0
-"""Seconds that the feeding thread waits before it looks whether the engine is still there (chosen; it also returns at
+"""Seconds that the pump waits before it looks whether the engine is still there (chosen; it also returns at
 once when a response ends)."""
+READ_S = 0.01
+"""Seconds between looks whether others have read KV (chosen: reading takes some 10 ms)."""
 
 NOTHING = Partial(
     tokens=(), logprobs=(), cached_tokens=0, admitted_s=None, first_token_s=None, last_token_s=None
@@ -64,9 +65,13 @@ class Update:
     finished: tuple[Finished, ...] = ()
     """Responses that have ended."""
     progress: dict[int, int] = field(default_factory=dict)
-    """Unfinished response in the engine -> tokens generated here so far."""
+    """Unfinished response -> tokens generated here so far, of those that have any."""
+    queue: tuple[int, ...] = ()
+    """Unfinished responses without a slot, in order of admission."""
     report: dict[int, Partial] = field(default_factory=dict)
     """Unfinished responses, tokens and logprobs only those since the last report; at most one every REPORT_S."""
+    parted: dict[int, Partial] = field(default_factory=dict)
+    """Responses that it has given up while it goes on, with all that it has generated of them."""
     over: Literal["drained", "failed"] | None = None
     """Whether the actor has given up what it had not finished, and why; it takes nothing more in this turn."""
     given_up: dict[int, Partial] = field(default_factory=dict)
@@ -92,13 +97,12 @@ class VllmActor:
         self._changed = threading.Condition()
         # all that follows is guarded by _changed
         self._turn = 0
-        self._slots = 0
         self._received = 0
-        self._queue: deque[Request] = deque()
         self._live: set[int] = set()
         self._finished: list[Finished] = []
         self._reported: dict[int, int] = {}
         self._reported_s = 0.0
+        self._parted: dict[int, Partial] = {}
         self._given_up: dict[int, Partial] | None = None
         self._over_s = 0.0
         self._error = ""
@@ -115,10 +119,10 @@ class VllmActor:
         """
         engine = self._engine
         with self._changed:
-            if self._live or self._queue or self._error:
-                raise EngineError(self._error or f"{len(self._live) + len(self._queue)} responses still run")
-            self._turn, self._slots, self._received = turn, slots, 0
-            self._finished, self._reported, self._given_up = [], {}, None
+            if self._live or self._error:
+                raise EngineError(self._error or f"{len(self._live)} responses still run")
+            self._turn, self._received = turn, 0
+            self._finished, self._reported, self._parted, self._given_up = [], {}, {}, None
             self._changed.notify_all()
             self._wake()
             ready_s = time.monotonic()
@@ -132,6 +136,7 @@ class VllmActor:
             else:
                 load(engine, published)
             require_version(engine, version)
+            engine.set_slots(slots)
             return Begun(
                 pid=os.getpid(),
                 up_s=self._up_s,
@@ -160,15 +165,41 @@ class VllmActor:
         with self._changed:
             if turn == self._turn:
                 self._received += len(requests)
-                self._queue.extend(requests)
-                self._safely_feed()
+                self._live.update(request.response for request in requests)
+                try:
+                    self._engine.submit(requests)
+                except RlhflessError as error:
+                    self._fail(error)
                 self._changed.notify_all()
 
     def poll(self, turn: int, timeout_s: float) -> Update:
-        """What has happened; waits up to `timeout_s` for a response to end."""
+        """What has happened; waits up to `timeout_s` for a response to end or part."""
         with self._changed:
-            self._changed.wait_for(lambda: self._finished or self._is_over or turn != self._turn, timeout_s)
+            self._changed.wait_for(
+                lambda: self._finished or self._parted or self._is_over or turn != self._turn, timeout_s
+            )
             return self._update() if turn == self._turn else Update()
+
+    def rearrange(self, turn: int, leaving: Sequence[int], first: Sequence[int]) -> None:
+        """Give up the responses `leaving` between two iterations, those that wait and those that run, and go on with
+        the rest; a poll hands them over. Each of `first` that waits goes to the head of the queue, one after the other.
+
+        A response that has ended in the meantime is handed over as finished, and so will be one that has yet to come:
+        what a turn is sent seldom comes in another order.
+        """
+        with self._changed:
+            if turn != self._turn or self._error or self._given_up is not None:
+                return
+            try:
+                parted = self._engine.abort(self._live.intersection(leaving), first)
+            except EngineError as error:
+                self._fail(error)
+            else:
+                self._live -= parted.keys()
+                self._parted |= parted
+                for response in parted:  # should it come back, it is to be reported from its first token on
+                    self._reported.pop(response, None)
+            self._changed.notify_all()
 
     def drain(self, turn: int, sent: int) -> None:
         """Give up all that is unfinished, once the `sent` responses of this turn have come; a poll hands it over.
@@ -187,6 +218,11 @@ class VllmActor:
                 self._live -= partials.keys()  # what is left has ended, and is on its way through the pump
                 self._give_up(partials)
             self._changed.notify_all()
+
+    def await_readers(self) -> None:
+        """Return once no KV waits here for another engine to read it."""
+        while self._engine.kept():
+            time.sleep(READ_S)
 
     # ---- inside
 
@@ -208,25 +244,11 @@ class VllmActor:
                         return  # all that was unfinished has been given up, and may run elsewhere by now
                     self._finished += finished
                     self._live.difference_update(one.response for one in finished)
-                    self._feed()
                     self._changed.notify_all()
         except RlhflessError as error:
             with self._changed:
                 self._fail(error)
                 self._changed.notify_all()
-
-    def _feed(self) -> None:
-        count = min(len(self._queue), self._slots - len(self._live))
-        if count > 0:
-            requests = [self._queue.popleft() for _ in range(count)]
-            self._live.update(request.response for request in requests)
-            self._engine.submit(requests)
-
-    def _safely_feed(self) -> None:
-        try:
-            self._feed()
-        except RlhflessError as error:
-            self._fail(error)
 
     def _fail(self, error: RlhflessError) -> None:
         """The engine is of no further use; what it has generated is."""
@@ -240,20 +262,23 @@ class VllmActor:
             self._give_up(partials)
 
     def _give_up(self, partials: dict[int, Partial]) -> None:
-        self._given_up = {**partials, **{request.response: NOTHING for request in self._queue}}
-        self._queue.clear()
+        self._given_up = partials
         self._over_s = time.monotonic()
 
     def _update(self) -> Update:
         now_s, progress = time.monotonic(), dict[int, int]()
         finished, self._finished = tuple(self._finished), []
+        parted, self._parted = self._parted, {}
+        queue: tuple[int, ...] = ()
         if not self._error:
             with suppress(EngineError):  # it has just failed; the pump will say so
-                progress, self._counters = self._engine.progress(), self._engine.counters()
+                progress = {one: count for one, count in self._engine.progress().items() if count}
+                queue, self._counters = tuple(self._engine.queue()), self._engine.counters()
         if self._is_over:
             given_up, self._given_up = self._given_up or {}, {}
             return Update(
                 finished=finished,
+                parted=parted,
                 over="failed" if self._error else "drained",
                 given_up=given_up,
                 at_s=self._over_s,
@@ -261,7 +286,15 @@ class VllmActor:
                 counters=self._counters,
             )
         report = self._report() if now_s - self._reported_s >= REPORT_S else {}
-        return Update(finished=finished, progress=progress, report=report, at_s=now_s, counters=self._counters)
+        return Update(
+            finished=finished,
+            progress=progress,
+            queue=queue,
+            report=report,
+            parted=parted,
+            at_s=now_s,
+            counters=self._counters,
+        )
 
     def _report(self) -> dict[int, Partial]:
         self._reported_s = time.monotonic()

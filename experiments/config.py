@@ -4,16 +4,12 @@ A section of the file is a class here, a key a field with the same name. Every e
 """
 
 import os
-import re
-import tomllib
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields
 from math import isfinite
 from pathlib import Path
-from types import UnionType
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Literal
 
-import msgspec
-
+from experiments import toml_file
 from rlhfless.errors import InputError
 from rlhfless.scheduler import migration, scaling
 from rlhfless.scheduler.lengths import DEFAULT_WINDOW
@@ -123,8 +119,9 @@ class RayConfig:
 class KVConfig:
     """[kv]: how KV goes from one engine to another."""
 
-    transport: Literal["redis", "none"]
-    """redis: blocks in a Redis server. none: it is computed again, and policies with a prefill actor are refused."""
+    transport: Literal["redis", "nixl", "none"]
+    """redis: blocks in a Redis server. nixl: from one engine's memory into the other's. none: it is computed again, and
+    policies with a prefill actor are refused."""
     redis_url: str | None = None
     """Server, or `env:NAME` for a variable that holds its address. Absent: a private server on this machine."""
 
@@ -371,47 +368,7 @@ class Config:
 
 def load(path: Path) -> Config:
     """The configuration that a TOML file holds. Raises InputError, naming file and key, for whatever is wrong in it."""
-    try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"{path}: cannot read the configuration ({error.strerror})") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: not TOML ({error})") from None
-    _check_keys(content, Config, path, "")
-    try:
-        return msgspec.convert(content, type=Config)
-    except msgspec.ValidationError as error:
-        raise InputError(f"{path}: {_plain(error)}") from None
-    except InputError as error:
-        raise InputError(f"{path}: {error}") from None
-
-
-def _check_keys(content: dict[str, Any], kind: type[Any], path: Path, above: str) -> None:
-    """Raise InputError for a key that is unknown or missing; msgspec passes over the unknown ones of dataclasses."""
-    known = {each.name: each for each in fields(kind)}
-    for key in content:
-        if key not in known:
-            raise InputError(f"{path}: unknown key {above}{key}; known here are {', '.join(known)}")
-    types = get_type_hints(kind)
-    for name, each in known.items():
-        if name not in content:
-            if each.default is MISSING and each.default_factory is MISSING:
-                raise InputError(f"{path}: {above}{name} is missing")
-            continue
-        inner = next((part for part in _parts(types[name]) if is_dataclass(part)), None)
-        if isinstance(inner, type) and isinstance(content[name], dict):
-            _check_keys(content[name], inner, path, f"{above}{name}.")
-
-
-def _parts(kind: Any) -> tuple[Any, ...]:
-    return get_args(kind) if isinstance(kind, UnionType) else (kind,)
-
-
-def _plain(error: msgspec.ValidationError) -> str:
-    """msgspec's `Expected X, got Y - at `$.a.b`` as `a.b: expected X, got Y`."""
-    what, _, where = str(error).partition(" - at ")
-    key = re.sub(r"^\$\.?", "", where.strip("`"))
-    return f"{key}: {what[:1].lower()}{what[1:]}" if key else what
+    return toml_file.read(path, Config)
 
 
 def _at_least_one(value: object, section: str, *names: str) -> None:

@@ -1,9 +1,13 @@
-"""Small profiles for tests: chosen numbers, every regime of the grid within a few hundred tokens."""
+"""Profiles for tests: a small one of chosen numbers, and the fields of a shipped one."""
+
+import json
+from typing import Any
 
 import numpy as np
 
 from rlhfless.types.arrays import floats, ints
 from rlhfless.types.profile import SCHEMA, Profile, ProfileData
+from sim.profiles import load
 
 
 def tiny_profile(
@@ -40,3 +44,9 @@ def tiny_profile(
         "warm_start_s": 1.0,
     }
     return Profile(data=ProfileData(**(data | fields)))  # type: ignore[arg-type]
+
+
+def shipped_fields(name: str = "qwen2.5-3b_l40s_tp2") -> dict[str, Any]:
+    """Of a shipped profile, as its file has them."""
+    fields: dict[str, Any] = json.loads(load(name).to_json())
+    return fields

@@ -3,10 +3,8 @@
 import importlib.util
 import os
 import shutil
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -93,13 +91,6 @@ def state() -> Any:
     return ClusterState(time_s=0.0, free_gpus=ints(np.arange(GPUS)))
 
 
-def make_model(folder: Path) -> Path:
-    """The tiny model, made by a process of its own: pytest's has no vLLM or torch in it."""
-    code = "import sys, pathlib; from backends.tiny import make_tiny; make_tiny(pathlib.Path(sys.argv[1]), seed=1)"
-    subprocess.run([sys.executable, "-c", code, str(folder)], check=True, capture_output=True)
-    return folder
-
-
 def config(model: Path, run_folder: Path, **changes: Any) -> Any:
     from backends.ray_config import RayConfig
 
@@ -171,3 +162,8 @@ def _descends(pid: int) -> bool:
     except (FileNotFoundError, ProcessLookupError):
         pass
     return False
+
+
+def by_length(prompts: Sequence[str], responses: Sequence[str], references: Sequence[str]) -> Any:
+    """A reward from 0 to 1 that differs among responses of a model that has learned nothing."""
+    return np.array([len(text) % 7 / 6 for text in responses])

@@ -125,7 +125,6 @@ def test_estimates_that_cannot_be_sorted_are_refused(estimates):
         sorted_even(estimates, 1, 1)
 
 
-@pytest.mark.slow
 def test_a_million_responses_on_thousands_of_actors():
     for name, dealt in all_rules(250_000, 4, 5120).items():
         counts = np.array([len(responses) for responses in dealt])

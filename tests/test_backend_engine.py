@@ -1,17 +1,9 @@
-"""The real engine on CPUs. Every engine has a process of its own, forked from one that has imported vLLM."""
+"""The real engine on CPUs: its tokens, its moves, its sampling, its counters."""
 
-import importlib.util
 import math
-import multiprocessing as mp
-import os
-import subprocess
-import sys
-import textwrap
 import threading
 import time
-import traceback
-from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,97 +11,32 @@ import numpy as np
 import pytest
 
 from backends.engine import StepEngine
-from backends.engine_types import EngineConfig, EngineError, Finished, Request
-from backends.environment import engine_env, require
-from rlhfless.errors import InfeasibleError, InputError
+from backends.engine_types import Request
+from rlhfless.errors import InputError
+from tests.step_engines import (
+    EOS,
+    PROMPTS,
+    WAIT_S,
+    Child,
+    config,
+    continued,
+    count,
+    gather,
+    real,
+    reference,
+    requests,
+    run,
+    run_alone,
+    run_and_cut,
+)
 
-MISSING = [name for name in ("vllm", "transformers") if importlib.util.find_spec(name) is None]
-real = pytest.mark.skipif(bool(MISSING), reason=f"needs {', '.join(MISSING)}: pip install 'rlhfless[cpu]'")
 pytestmark = pytest.mark.slow
-
-WAIT_S = 120.0
-"""After which a test gives up on an engine."""
-EOS = 1
-"""The tiny model's end token."""
-PROMPTS = [[5, 6, 7, 8 + i, 20, 30, 40] * (9 + i) for i in range(6)]
-"""63 to 98 tokens; no two share a block."""
-
-
-def config(model: str, **changes: Any) -> EngineConfig:
-    values: dict[str, Any] = {
-        "model": model,
-        "dtype": "float32",
-        "device": "cpu",
-        "max_model_len": 512,
-        "max_slots": 32,
-        "kv_cache_bytes": 32 << 20,
-        "block_size": 32,
-        "max_batched_tokens": 4096,
-        "prefix_caching": True,
-    }
-    return EngineConfig(**(values | changes))
-
-
-# ---- processes: a function and its arguments go in, what it returns comes out
-
-
-class Child:
-    """A process that calls functions, with its engine as the first argument if it has one."""
-
-    def __init__(self, built: EngineConfig | None = None) -> None:
-        context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["tests.vllm_preload"])
-        self._pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs, built), daemon=True)
-        self.process.start()
-        theirs.close()
-
-    def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
-        self._pipe.send((function, args))
-        assert self._pipe.poll(WAIT_S), f"{function.__name__} does not end"
-        good, result = self._pipe.recv()
-        assert good, result
-        return result
-
-    def close(self) -> int | None:
-        """End it and return its exit code."""
-        self._pipe.close()
-        self.process.join(WAIT_S)
-        if self.process.is_alive():
-            self.process.kill()
-            self.process.join()
-        return self.process.exitcode
-
-
-def _serve(pipe: Connection, built: EngineConfig | None) -> None:
-    engine = StepEngine(built) if built else None
-    first = (engine,) if engine else ()
-    try:
-        while True:
-            function, args = pipe.recv()
-            try:
-                pipe.send((True, function(*first, *args)))
-            except Exception:
-                pipe.send((False, traceback.format_exc()))
-    except EOFError:
-        if engine:
-            engine.close()
-
-
-@pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Child]]:
-    """The tiny model's folder, and a process without an engine that has made it."""
-    child = Child()
-    try:
-        yield child(_make, tmp_path_factory.mktemp("tiny") / "model"), child
-    finally:
-        child.close()
 
 
 @pytest.fixture(scope="module")
-def pair(model: tuple[str, Child]) -> Iterator[tuple[Child, Child]]:
+def pair(tiny_model: Path) -> Iterator[tuple[Child, Child]]:
     """Two engines of the same model."""
-    children = (Child(config(model[0])), Child(config(model[0])))
+    children = (Child(config(tiny_model)), Child(config(tiny_model)))
     try:
         yield children
     finally:
@@ -117,111 +44,16 @@ def pair(model: tuple[str, Child]) -> Iterator[tuple[Child, Child]]:
 
 
 @pytest.fixture(scope="module")
-def small(model: tuple[str, Child]) -> Iterator[Child]:
+def small(tiny_model: Path) -> Iterator[Child]:
     """An engine with little KV and little work an iteration: it preempts, and prefills in pieces."""
-    child = Child(config(model[0], kv_cache_bytes=3 << 20, max_batched_tokens=48, max_slots=8, max_model_len=300))
+    child = Child(config(tiny_model, kv_cache_bytes=3 << 20, max_batched_tokens=48, max_slots=8, max_model_len=300))
     try:
         yield child
     finally:
         assert child.close() == 0
 
 
-def _make(folder: Path) -> str:
-    from backends.tiny import make_tiny
-
-    return str(make_tiny(folder, seed=1))
-
-
-# ---- what runs beside an engine
-
-
-def requests(n: int, tokens: int, temperature: float, *, force: bool = True, prompts: Any = PROMPTS) -> list[Request]:
-    """n responses, those of a prompt with different seeds."""
-    return [
-        Request(
-            response=number,
-            token_ids=prompts[number % len(prompts)],
-            max_tokens=tokens,
-            temperature=temperature,
-            seed=1000 + number,
-            force_length=force,
-        )
-        for number in range(n)
-    ]
-
-
-def gather(engine: StepEngine, count: int) -> dict[int, Finished]:
-    """Poll until `count` have finished; none may come twice."""
-    ended: dict[int, Finished] = {}
-    until = time.monotonic() + WAIT_S
-    while len(ended) < count:
-        assert time.monotonic() < until, f"{len(ended)} of {count} have finished"
-        for one in engine.poll(1.0):
-            assert one.response not in ended
-            ended[one.response] = one
-    return ended
-
-
-def run(engine: StepEngine, wanted: list[Request]) -> dict[int, Finished]:
-    engine.reset_prefix_cache()
-    engine.submit(wanted)
-    return gather(engine, len(wanted))
-
-
-def run_alone(engine: StepEngine, wanted: list[Request]) -> dict[int, Finished]:
-    return {one.response: run(engine, [one])[one.response] for one in wanted}
-
-
-def run_and_cut(engine: StepEngine, wanted: list[Request], at: list[int]) -> Any:
-    """Run; abort response i once it has at[i] tokens. Partials of those, and the others, finished."""
-    engine.reset_prefix_cache()
-    engine.submit(wanted)
-    cut: dict[int, Any] = {}
-    while len(cut) < len(at):
-        ripe = [one for one, count in engine.progress().items() if one < len(at) and count >= at[one]]
-        cut |= engine.abort(ripe)
-    return cut, gather(engine, len(wanted) - len(cut))
-
-
-def count(engine: StepEngine) -> Any:
-    return engine.counters()
-
-
-def continued(request: Request, tokens: tuple[int, ...]) -> Request:
-    return Request(
-        response=request.response,
-        token_ids=[*request.token_ids, *tokens],
-        generated=len(tokens),
-        max_tokens=request.max_tokens - len(tokens),
-        temperature=request.temperature,
-        seed=request.seed,
-        force_length=request.force_length,
-    )
-
-
-# ---- the model and its forward pass
-
-
-def _reference(folder: str, prompts: list[list[int]], count: int) -> list[tuple[list[int], list[float]]]:
-    """Greedy tokens of transformers, stopping at the end token, and their log-probabilities."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    lm = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    found = []
-    for prompt in prompts:
-        tokens: list[int] = []
-        logprobs: list[float] = []
-        with torch.no_grad():
-            while len(tokens) < count and EOS not in tokens:
-                row = torch.log_softmax(lm(torch.tensor([[*prompt, *tokens]])).logits[0, -1], -1)
-                tokens.append(int(row.argmax()))
-                logprobs.append(float(row.max()))
-        found.append((tokens, logprobs))
-    return found
-
-
-def _next_token(folder: str, prompt: list[int]) -> list[float]:
+def _next_token(folder: Path, prompt: list[int]) -> list[float]:
     """Logits after the prompt."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -232,7 +64,7 @@ def _next_token(folder: str, prompt: list[int]) -> list[float]:
     return logits
 
 
-def _tiny_facts(folder: str, other: Path) -> dict[str, Any]:
+def _tiny_facts(folder: Path, other: Path) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from backends.tiny import CHARACTERS, make_tiny
@@ -251,8 +83,8 @@ def _tiny_facts(folder: str, other: Path) -> dict[str, Any]:
 
 
 @real
-def test_tiny_model_is_the_same_for_a_seed_and_loads_as_any(model: tuple[str, Child], tmp_path: Path) -> None:
-    facts = model[1](_tiny_facts, model[0], tmp_path / "again")
+def test_tiny_model_is_the_same_for_a_seed_and_loads_as_any(beside: Child, tiny_model: Path, tmp_path: Path) -> None:
+    facts = beside(_tiny_facts, tiny_model, tmp_path / "again")
     assert facts["same"]
     assert facts["differs"]
     assert facts["round"]
@@ -262,9 +94,9 @@ def test_tiny_model_is_the_same_for_a_seed_and_loads_as_any(model: tuple[str, Ch
 
 
 @real
-def test_greedy_equals_transformers(model: tuple[str, Child], pair: tuple[Child, Child]) -> None:
+def test_greedy_equals_transformers(beside: Child, tiny_model: Path, pair: tuple[Child, Child]) -> None:
     prompts = [*PROMPTS, *([40 + i, 9, 9 + i] for i in range(14))]
-    expected = model[1](_reference, model[0], prompts, 40)
+    expected = beside(reference, tiny_model, prompts, 40)
     got = pair[0](run, requests(len(prompts), 40, 0.0, force=False, prompts=prompts))
     for number, (tokens, logprobs) in enumerate(expected):
         assert list(got[number].done.tokens) == tokens
@@ -324,16 +156,50 @@ def test_preemption_and_prefill_in_pieces_change_nothing(pair: tuple[Child, Chil
     assert totals.prompt_tokens == sum(len(one.token_ids) for one in wanted)
 
 
+def _rearranged(engine: StepEngine, wanted: list[Request]) -> Any:
+    """Two slots. Once two have begun, one of them and one that waits are stopped, and others go first."""
+    engine.reset_prefix_cache()
+    engine.set_slots(2)
+    engine.submit(wanted)
+    while min(list(engine.progress().values())[:2]) < 3:
+        time.sleep(0.001)
+    queue = engine.queue()
+    partials = engine.abort([0, 9], first=[11, 4, 0, 99])
+    ended = gather(engine, len(wanted) - 2)
+    engine.set_slots(32)
+    return queue, partials, ended
+
+
+@real
+def test_some_are_stopped_and_others_go_first_while_the_rest_goes_on(pair: tuple[Child, Child]) -> None:
+    wanted = requests(12, 40, 1.0)
+    whole = pair[0](run, wanted)
+    queue, partials, ended = pair[0](_rearranged, wanted)
+    assert queue == list(range(2, 12))
+    assert 3 <= len(partials[0].tokens) < 40
+    assert partials[0].tokens == whole[0].done.tokens[: len(partials[0].tokens)]
+    assert partials[9].tokens == ()
+    assert sorted([*partials, *ended]) == list(range(12))
+    order = sorted(ended, key=lambda number: ended[number].done.admitted_s)
+    assert order == [1, 4, 11, 2, 3, 5, 6, 7, 8, 10]
+    assert {n: one.done.tokens for n, one in ended.items()} == {n: whole[n].done.tokens for n in ended}
+    starts, ends = (sorted(getattr(one.done, name) for one in ended.values()) for name in TIMES)
+    assert all(start_s >= end_s for start_s, end_s in zip(starts[2:], ends, strict=False)), "two at once"
+
+
+TIMES = ("admitted_s", "last_token_s")
+
+
 # ---- sampling
 
 
 @real
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
 def test_sampling_has_the_distribution_of_the_model(
-    model: tuple[str, Child], pair: tuple[Child, Child], temperature: float
+    beside: Child, tiny_model: Path, pair: tuple[Child, Child], temperature: float
 ) -> None:
     draws = 3000
-    logits = np.array(model[1](_next_token, model[0], PROMPTS[0])) / temperature
+    logits = np.array(beside(_next_token, tiny_model, PROMPTS[0])) / temperature
     expected = draws * np.exp(logits - logits.max()) / np.exp(logits - logits.max()).sum()
     ended = pair[0](run, requests(draws, 1, temperature, prompts=PROMPTS[:1]))
     seen = np.bincount([one.done.tokens[0] for one in ended.values()], minlength=logits.size)
@@ -354,9 +220,9 @@ def _noise(keys: list[tuple[int, int]], size: int) -> Any:
 
 
 @real
-def test_noise_is_gumbel_and_a_function_of_seed_and_position(model: tuple[str, Child]) -> None:
+def test_noise_is_gumbel_and_a_function_of_seed_and_position(beside: Child) -> None:
     keys = [(seed, position) for seed in (0, 1, -5, 2**63) for position in range(100)]
-    noise = model[1](_noise, keys, 500)
+    noise = beside(_noise, keys, 500)
     assert abs(noise.mean() - np.euler_gamma) < 0.02
     assert abs(noise.var() - math.pi**2 / 6) < 0.03
     ordered, n = np.sort(np.exp(-np.exp(-noise.ravel()))), noise.size
@@ -364,7 +230,7 @@ def test_noise_is_gumbel_and_a_function_of_seed_and_position(model: tuple[str, C
     assert np.unique(noise).size == n
     for other in (noise[1:], noise[100:]):  # the next position, the next seed
         assert abs(np.corrcoef(noise[: len(other)].ravel(), other.ravel())[0, 1]) < 0.01
-    assert (model[1](_noise, keys[::-1][:7], 200) == noise[::-1][:7, :200]).all()
+    assert (beside(_noise, keys[::-1][:7], 200) == noise[::-1][:7, :200]).all()
 
 
 def _bad_noise(engine: StepEngine) -> list[str]:
@@ -542,208 +408,3 @@ def test_many_callers_lose_nothing(pair: tuple[Child, Child]) -> None:
     ended = pair[0](_storm, wanted)
     whole = pair[1](run, wanted)
     assert ended == {number: one.done.tokens for number, one in whole.items()}
-
-
-# ---- errors and ends
-
-
-def _break(folder: str) -> dict[str, Any]:
-    """An engine whose step raises in the middle: what callers get, what is left."""
-    threads = set(threading.enumerate())
-    engine = StepEngine(config(folder))
-    step = engine._engine.step
-    told: list[str] = []
-
-    def failing() -> Any:
-        if len(engine._live) > 1:
-            return step()
-        caller.start()
-        while not engine._calls:  # a call that is left while the step fails must not wait for ever
-            time.sleep(0.001)
-        raise RuntimeError("the device\nis gone")
-
-    def call() -> None:
-        try:
-            engine.abort([9])
-        except EngineError as error:
-            told.append(str(error))
-
-    caller = threading.Thread(target=call, daemon=True)
-
-    engine._engine.step = failing
-    long = Request(response=9, token_ids=[5, 6], max_tokens=400, temperature=0, force_length=True)
-    engine.submit([*requests(3, 4, 0.0), long])
-    until = time.monotonic() + WAIT_S
-    polled: list[int] = []
-    failed = False
-    while not failed and time.monotonic() < until:
-        try:
-            polled += [one.response for one in engine.poll(1.0)]
-        except EngineError as error:
-            told.append(str(error))
-            failed = True
-    caller.join(WAIT_S / 4)
-    for attempt in (
-        engine.counters,
-        engine.progress,
-        engine.held_tokens,
-        engine.reset_prefix_cache,
-        lambda: engine.submit(requests(1, 1, 0.0)),
-        lambda: engine.abort([9]),
-        lambda: engine.collective("list_loras"),
-    ):
-        try:
-            attempt()
-        except EngineError as error:
-            told.append(str(error))
-    saved = {number: len(partial.tokens) for number, partial in engine.salvage().items()}
-    engine.close()
-    engine.close()
-    with pytest.raises(EngineError):
-        engine.poll(0)
-    left = [thread.name for thread in threading.enumerate() if thread not in threads]
-    return {"polled": sorted(polled), "told": told, "saved": saved, "left": left}
-
-
-@real
-def test_an_error_in_the_engines_thread_reaches_every_caller(model: tuple[str, Child]) -> None:
-    child = Child()
-    try:
-        seen = child(_break, model[0])
-    finally:
-        code = child.close()
-    assert seen["polled"] == [0, 1, 2]  # what had ended before is handed over first
-    assert seen["told"] == [f"engine of {model[0]} failed: RuntimeError: the device is gone"] * 9
-    assert seen["saved"] == {9: 4}
-    assert seen["left"] == []
-    assert code == 0
-
-
-def _close_in_mid_step(folder: str) -> tuple[list[str], list[str]]:
-    threads = set(threading.enumerate())
-    with StepEngine(config(folder, prefix_caching=False)) as engine:
-        told = []
-        outside = Request(response=1, token_ids=[5, 10**6], max_tokens=1, temperature=0)
-        for attempt in (
-            lambda: engine.collective("no_such_method"),
-            lambda: engine.submit([*requests(1, 1, 0.0), outside]),  # all or none
-        ):
-            try:
-                attempt()
-            except (EngineError, InputError) as error:
-                told.append(str(error))
-        assert engine.progress() == {}
-        engine.submit(requests(20, 300, 1.0))
-        while not engine.counters().iterations:
-            time.sleep(0.01)
-    try:
-        engine.submit(requests(1, 1, 1.0))
-    except EngineError as error:
-        told.append(str(error))
-    return told, [thread.name for thread in threading.enumerate() if thread not in threads]
-
-
-@real
-def test_close_leaves_nothing_behind(model: tuple[str, Child]) -> None:
-    child = Child()
-    try:
-        told, left = child(_close_in_mid_step, model[0])
-    finally:
-        code = child.close()
-    assert "no_such_method failed: " in told[0]
-    assert "response 1: " in told[1]
-    assert "vocabulary" in told[1]
-    assert told[2] == f"engine of {model[0]} is closed"
-    assert left == []
-    assert code == 0
-
-
-def _unbuildable(folder: str) -> str:
-    try:
-        StepEngine(config(folder, kv_cache_bytes=1 << 20))
-    except EngineError as error:
-        return str(error)
-    return "built"
-
-
-@real
-def test_an_engine_that_cannot_be_built_says_why(model: tuple[str, Child]) -> None:
-    child = Child()
-    try:
-        told = child(_unbuildable, model[0])
-    finally:
-        child.close()
-    assert told.startswith(f"engine of {model[0]} cannot be built: ")
-    assert "KV cache" in told
-    assert "\n" not in told
-
-
-# ---- without vLLM
-
-
-def test_bad_configurations_and_requests_name_what_is_wrong(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    good = config(str(tmp_path))
-    for changes, match in (
-        ({"max_slots": 0}, "max_slots 0"),
-        ({"max_batched_tokens": 8}, "max_batched_tokens 8"),
-        ({"kv_cache_bytes": None}, "kv_cache_bytes"),
-        ({"model": str(tmp_path / "none")}, r"none is not a folder"),
-    ):
-        with pytest.raises(InputError, match=match):
-            config(**{"model": str(tmp_path), **changes})
-    fine: dict[str, Any] = {"response": 4, "token_ids": [1, 2], "max_tokens": 3, "temperature": 0.0}
-    Request(**fine).check(good)
-    for changes, match in (
-        ({"token_ids": []}, "0 token_ids"),
-        ({"max_tokens": 0}, "max_tokens 0"),
-        ({"generated": 2}, "generated 2"),
-        ({"generated": -1}, "generated -1"),
-        ({"temperature": -0.1}, r"temperature -0\.1"),
-        ({"temperature": math.nan}, "temperature nan"),
-    ):
-        with pytest.raises(InputError, match=f"response 4: .*{match}"):
-            Request(**fine | changes).check(good)
-    with pytest.raises(InfeasibleError, match="max_model_len 512"):
-        Request(**fine | {"max_tokens": 511}).check(good)
-
-
-def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    require("json")
-    for name in ("vllm", "ray", "redis"):
-        monkeypatch.setitem(sys.modules, name, None)
-        with pytest.raises(InputError, match=rf"{name} is not installed: pip install 'rlhfless\[cpu\]'.*\[gpu\]"):
-            require(name)
-
-
-def test_the_environment_of_gpu_engines_has_nothing_of_cpus() -> None:
-    cpu, cuda = engine_env("cpu"), engine_env("cuda")
-    assert cuda.items() < cpu.items()
-    assert {"OMP_NUM_THREADS", "TORCHDYNAMO_DISABLE", "HF_HUB_OFFLINE"} <= cpu.keys() - cuda.keys()
-
-
-@pytest.mark.parametrize(("body", "state"), [("raise RuntimeError('no operator')", "None"), ("", "module")])
-def test_only_packages_that_cannot_be_imported_are_stubbed(tmp_path: Path, body: str, state: str) -> None:
-    """In a process of its own: torchvision is broken or not, torchaudio is not there at all."""
-    (tmp_path / "torchvision").mkdir()
-    (tmp_path / "torchvision" / "ops.py").write_text("")
-    (tmp_path / "torchvision" / "__init__.py").write_text(f"import torchvision.ops\n{body}\n")
-    code = """
-        import os, sys
-        sys.path.insert(0, sys.argv[1])
-        from backends.environment import ENGINE_ENV, prepare
-        prepare("cpu")
-        prepare("cpu")
-        assert ENGINE_ENV.items() <= os.environ.items()
-        assert "vllm" not in sys.modules
-        print(type(sys.modules["torchvision"]).__name__.removesuffix("Type"), "torchvision.ops" in sys.modules)
-    """
-    env = {name: value for name, value in os.environ.items() if name != "RLHFLESS_BROKEN_PACKAGES"}  # as found so far
-    told = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code), str(tmp_path)],
-        capture_output=True,
-        text=True,
-        check=True,
-        env=env,
-    )
-    assert told.stdout.split() == [state, str(state == "module")]

@@ -30,13 +30,8 @@ HANG_S = 4.0
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return ray_steps.make_model(tmp_path_factory.mktemp("ray") / "model")
-
-
-@pytest.fixture(scope="module")
-def executor(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    with ray_steps.executor(model, tmp_path_factory.mktemp("run"), hang_timeout_s=HANG_S) as made:
+def executor(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    with ray_steps.executor(tiny_model, tmp_path_factory.mktemp("run"), hang_timeout_s=HANG_S) as made:
         made.lengths = ray_steps.lengths
         yield made
 
@@ -208,9 +203,9 @@ sys.stdin.read()
 
 @pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGINT])
 def test_a_driver_that_is_killed_or_interrupted_takes_ray_and_redis_with_it(
-    model: Path, tmp_path: Path, sign: signal.Signals
+    tiny_model: Path, tmp_path: Path, sign: signal.Signals
 ) -> None:
-    command = [sys.executable, "-c", DRIVER, str(model), str(tmp_path)]
+    command = [sys.executable, "-c", DRIVER, str(tiny_model), str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as driver:
         assert driver.stdout is not None
         *numbers, folder = driver.stdout.readline().split()

@@ -30,8 +30,10 @@ class Engine:
 
     slots: int
     live: dict[int, tuple[Request, list[int]]] = field(default_factory=dict)
+    running: set[int] = field(default_factory=set)
+    parted: dict[int, Partial] = field(default_factory=dict)
     told: dict[int, int] = field(default_factory=dict)
-    orders: list[tuple[str, Sequence[Request]]] = field(default_factory=list)
+    orders: list[tuple[str, Sequence[Request], Sequence[int], Sequence[int]]] = field(default_factory=list)
     outbox: list[Finished] = field(default_factory=list)
     updates: list[Update] = field(default_factory=list)
     iterations: int = 0
@@ -39,27 +41,45 @@ class Engine:
     over: bool = False
 
     def counters(self) -> EngineCounters:
-        used = sum(-(-(len(r.token_ids) + len(t)) // BLOCK) for r, t in list(self.live.values())[: self.slots])
+        used = sum(-(-(len(r.token_ids) + len(t)) // BLOCK) for r, t in map(self.live.get, self.running))
         return EngineCounters(
             iterations=self.iterations,
             generated_tokens=self.generated,
-            running=min(len(self.live), self.slots),
-            waiting=max(0, len(self.live) - self.slots),
+            running=len(self.running),
+            waiting=len(self.live) - len(self.running),
             kv_blocks=BLOCKS,
             kv_blocks_used=min(used, BLOCKS),
             block_tokens=BLOCK,
         )
 
     def obey(self) -> None:
-        what, requests = self.orders.pop(0)
+        what, requests, leaving, first = self.orders.pop(0)
+        if what == "rearrange":
+            for number in first:
+                if number in self.queue:
+                    queue = [number, *(other for other in self.queue if other != number)]
+                    self.live |= {other: self.live.pop(other) for other in queue}
+            for number in self.live.keys() & leaving:
+                self.parted[number] = self.partial(number)
+                self.leave(number)
         if what == "drain":
             given_up = {number: self.partial(number) for number in self.live}
             self.live.clear()
+            self.running.clear()
             self.say(over="drained", given_up=given_up)
             self.over = True
         for request in requests:
             assert request.response not in self.live, "sent twice"
             self.live[request.response] = (request, [])
+
+    @property
+    def queue(self) -> list[int]:
+        return [number for number in self.live if number not in self.running]
+
+    def leave(self, number: int) -> None:
+        del self.live[number]
+        self.running.discard(number)
+        self.told.pop(number, None)
 
     def partial(self, number: int, since: int = 0) -> Partial:
         _, tokens = self.live[number]
@@ -71,22 +91,31 @@ class Engine:
 
     def step(self) -> None:
         self.iterations += bool(self.live)
-        for number, (request, tokens) in list(self.live.items())[: self.slots]:
+        self.running |= set(self.queue[: self.slots - len(self.running)])
+        for number in sorted(self.running):
+            request, tokens = self.live[number]
             self.generated += 1
             tokens.append(token(request.seed, len(request.token_ids) + len(tokens)))
             if len(tokens) == request.max_tokens:
                 done = self.partial(number)
                 self.outbox.append(Finished(response=number, finish_reason="length", weight_version=VERSION, done=done))
-                del self.live[number]
+                self.leave(number)
 
     def say(self, report: bool = False, **fields: object) -> None:
         told = {}
         if report:
             told = {n: self.partial(n, self.told.get(n, 0)) for n in self.live if len(self.live[n][1])}
             self.told = {n: len(tokens) for n, (_, tokens) in self.live.items()}
-        progress = {number: len(tokens) for number, (_, tokens) in self.live.items()}
-        finished, self.outbox = tuple(self.outbox), []
-        values = {"finished": finished, "progress": progress, "report": told, "counters": self.counters()} | fields
+        progress = {number: len(tokens) for number, (_, tokens) in self.live.items() if tokens}
+        values = {
+            "finished": tuple(self.outbox),
+            "progress": progress,
+            "queue": tuple(self.queue),
+            "report": told,
+            "parted": self.parted,
+            "counters": self.counters(),
+        } | fields
+        self.outbox, self.parted = [], {}
         self.updates.append(Update(**values))  # type: ignore[arg-type]
 
 
@@ -122,14 +151,19 @@ class World:
         self.slots = slots
         self.ended: list[tuple[int, End]] = []
         self.asked: list[int] = []
-        self.revived = self.raced = 0
+        self.revived = self.raced = self.hastened = 0
         self.generation = Generation(rule, self.requests, shares, [slots] * (actors + reserve), VERSION, self)
 
     def submit(self, actor: int, requests: Sequence[Request]) -> None:
-        self.engines[actor].orders.append(("submit", requests))
+        self.engines[actor].orders.append(("submit", requests, (), ()))
 
     def drain(self, actor: int) -> None:
-        self.engines[actor].orders.append(("drain", ()))
+        self.engines[actor].orders.append(("drain", (), (), ()))
+
+    def rearrange(self, actor: int, leaving: Sequence[int], first: Sequence[int]) -> None:
+        assert leaving or first
+        self.hastened += len(first)
+        self.engines[actor].orders.append(("rearrange", (), leaving, first))
 
     def release(self, actor: int, end: End) -> None:
         engine = self.engines.pop(actor, None)
@@ -161,6 +195,8 @@ class World:
         engine = self.engines[index]
         match rng.choice(["obey", "step", "step", "say", "hear", "hear", "die"]):
             case "obey" if engine.orders and not engine.over:
+                if rng.random() < 0.1 and [order[0] for order in engine.orders[:2]] == ["submit", "rearrange"]:
+                    engine.orders[:2] = engine.orders[1::-1]  # calls of one caller can overtake each other
                 engine.obey()
             case "step":
                 engine.step()
@@ -176,6 +212,7 @@ class World:
                 else:  # the engine fails, its process still speaks
                     given_up = {n: self.partial_or_nothing(engine, n) for n in engine.live}
                     engine.live.clear()
+                    engine.running.clear()
                     engine.say(over="failed", given_up=given_up, error="boom")
                     engine.over = True
 

@@ -30,7 +30,6 @@ from tests.kv_engines import (
     ids,
     tokens,
 )
-from tests.ray_steps import make_model
 
 pytestmark = [
     pytest.mark.slow,
@@ -52,21 +51,16 @@ def server() -> Iterator[RedisServer]:
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(scope="module")
-def plain(model: Path) -> dict[str, list[int]]:
+def plain(tiny_model: Path) -> dict[str, list[int]]:
     """What an engine without a connector makes of WHOLE."""
-    with Engine(model, None) as engine:
+    with Engine(tiny_model, None) as engine:
         return tokens(engine.generate(WHOLE))
 
 
 @pytest.fixture(scope="module")
-def pair(model: Path, server: RedisServer) -> Iterator[tuple[Engine, Engine]]:
+def pair(tiny_model: Path, server: RedisServer) -> Iterator[tuple[Engine, Engine]]:
     config = redis_config(server.url, "pair")
-    with Engine(model, config) as a, Engine(model, config) as b:
+    with Engine(tiny_model, config) as a, Engine(tiny_model, config) as b:
         yield a, b
 
 
@@ -139,13 +133,13 @@ def test_a_half_done_response_moves_with_its_own_blocks(
 
 
 def test_chunked_prefill_and_preemption(
-    model: Path, cold: tuple[Engine, Engine, int], plain: dict[str, list[int]], server: RedisServer
+    tiny_model: Path, cold: tuple[Engine, Engine, int], plain: dict[str, list[int]], server: RedisServer
 ) -> None:
     """Prompts take several steps, and KV for the four responses does not fit: one goes out and comes back."""
     _, b, version = cold
     config = redis_config(server.url, "pair", version=str(version))
     tight: dict[str, Any] = {"max_num_batched_tokens": 100, "max_num_seqs": 4, "kv_cache_memory_bytes": 34 * 131072}
-    with Engine(model, config, **tight) as engine:
+    with Engine(tiny_model, config, **tight) as engine:
         assert tokens(engine.generate(WHOLE)) == plain
         assert engine.preemptions() > 0
         assert engine.counters()["loaded_blocks"] > 0, "what was preempted came back from Redis"
@@ -236,10 +230,10 @@ def test_new_weights_never_read_old_kv(
     assert blocks_in(server, "pair", after) == []
 
 
-def test_redis_hangs_comes_back_and_dies_while_the_engine_runs(model: Path, plain: dict[str, list[int]]) -> None:
+def test_redis_hangs_comes_back_and_dies_while_the_engine_runs(tiny_model: Path, plain: dict[str, list[int]]) -> None:
     with RedisServer() as own:
         config = redis_config(own.url, "away", timeout_s=0.2, retry_s=0.3)
-        with Engine(model, config) as engine:
+        with Engine(tiny_model, config) as engine:
             try:
                 at = (3, partial(os.kill, own.pid, signal.SIGSTOP))
                 assert tokens(engine.generate(WHOLE, at=at)) == plain
@@ -265,8 +259,8 @@ def test_redis_hangs_comes_back_and_dies_while_the_engine_runs(model: Path, plai
             assert tokens(engine.generate(WHOLE)) == plain
 
 
-def test_an_engine_with_hashes_of_its_own_is_refused(model: Path, server: RedisServer) -> None:
+def test_an_engine_with_hashes_of_its_own_is_refused(tiny_model: Path, server: RedisServer) -> None:
     config = redis_config(server.url, "hash")
-    engine = Engine(model, config, unset=("PYTHONHASHSEED",), prefix_caching_hash_algo="xxhash")
+    engine = Engine(tiny_model, config, unset=("PYTHONHASHSEED",), prefix_caching_hash_algo="xxhash")
     with pytest.raises(AssertionError, match="InputError: KV over Redis: prefix_caching_hash_algo xxhash"), engine:
         pass

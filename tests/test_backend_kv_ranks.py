@@ -32,7 +32,7 @@ from tests.kv_engines import (
     blocks_in,
     tokens,
 )
-from tests.ray_steps import assert_gone, make_model
+from tests.ray_steps import assert_gone
 
 MISSING = [name for name in ("redis", "vllm", "torch", "transformers") if importlib.util.find_spec(name) is None]
 MISSING += [] if shutil.which("redis-server") else ["redis-server"]
@@ -54,14 +54,9 @@ def server() -> Iterator[RedisServer]:
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(scope="module")
-def single(model: Path, server: RedisServer) -> Iterator[Engine]:
+def single(tiny_model: Path, server: RedisServer) -> Iterator[Engine]:
     """An engine of one rank, in the same run."""
-    with Engine(model, redis_config(server.url, RUN)) as engine:
+    with Engine(tiny_model, redis_config(server.url, RUN)) as engine:
         yield engine
 
 
@@ -73,8 +68,8 @@ def plain(single: Engine) -> dict[str, list[int]]:
 
 
 @pytest.fixture(scope="module")
-def twins(model: Path, server: RedisServer) -> Iterator[tuple[Engine, Engine]]:
-    start = partial(Engine, model, redis_config(server.url, RUN), tensor_parallel_size=RANKS)
+def twins(tiny_model: Path, server: RedisServer) -> Iterator[tuple[Engine, Engine]]:
+    start = partial(Engine, tiny_model, redis_config(server.url, RUN), tensor_parallel_size=RANKS)
     a, b = start(), start()  # side by side: most of a start is imports in the ranks
     with a, b:
         yield a, b
@@ -247,20 +242,29 @@ print(json.dumps(result), flush=True)
 """
 
 
-def test_an_engine_of_two_ranks_is_one_to_its_user_and_fails_when_a_rank_does(model: Path, server: RedisServer) -> None:
-    results: dict[int, dict[str, Any]] = {}
-    for ranks in (1, RANKS):
-        prompts = json.dumps(list(PROMPTS.values()))
-        ended = subprocess.run(
-            [sys.executable, "-c", SCRIPT, str(model), server.url, str(ranks), prompts],
+def test_an_engine_of_two_ranks_is_one_to_its_user_and_fails_when_a_rank_does(
+    tiny_model: Path, server: RedisServer
+) -> None:
+    prompts = json.dumps(list(PROMPTS.values()))
+    running = {
+        ranks: subprocess.Popen(
+            [sys.executable, "-c", SCRIPT, str(tiny_model), server.url, str(ranks), prompts],
             env={**engine_env("cpu"), "PATH": "/usr/bin:/bin"},
-            capture_output=True,
-            timeout=SCRIPT_S,
-            check=False,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
         )
-        assert ended.returncode == 0, ended.stderr.decode()[-3000:]
-        results[ranks] = json.loads(ended.stdout.splitlines()[-1])
-        assert_gone(results[ranks]["family"])
+        for ranks in (1, RANKS)  # side by side: most of it is imports
+    }
+    results: dict[int, dict[str, Any]] = {}
+    try:
+        for ranks, process in running.items():
+            out, err = process.communicate(timeout=SCRIPT_S)
+            assert process.returncode == 0, err.decode()[-3000:]
+            results[ranks] = json.loads(out.splitlines()[-1])
+            assert_gone(results[ranks]["family"])
+    finally:
+        for process in running.values():
+            process.kill()
     one, two = results[1], results[RANKS]
     assert (len(one["family"]), len(two["family"])) == (1, 1 + RANKS)
     assert set(two["listening"]) <= {"127.0.0.1"}

@@ -2,6 +2,7 @@
 
 import importlib.util
 import resource
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -430,27 +431,34 @@ def test_a_warm_start_is_taught_and_made_once(tmp_path: Path) -> None:
 # ---- more than one rank, and many steps
 
 
-@pytest.mark.slow
-@ray_steps.real
-@pytest.mark.parametrize("name", ["grpo", "ppo"])
-def test_two_sharded_ranks_make_the_update_of_one(model: str, name: str, tmp_path: Path) -> None:
-    """FSDP2 over gloo, in Ray actors, as on GPUs but for the device; checkpoints go from one number to the other."""
+@pytest.fixture(scope="module")
+def node(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The only machine of a private Ray cluster."""
     import ray
 
     from backends.cluster import RayCluster
+
+    cluster = RayCluster(ray_steps.CLUSTER, ray_steps.config(Path(model), tmp_path_factory.mktemp("weights")))
+    try:
+        yield ray.get_runtime_context().get_node_id()
+    finally:
+        cluster.close()
+
+
+@pytest.mark.slow
+@ray_steps.real
+@pytest.mark.parametrize("name", ["grpo", "ppo"])
+def test_two_sharded_ranks_make_the_update_of_one(node: str, model: str, name: str, tmp_path: Path) -> None:
+    """FSDP2 over gloo, in Ray actors, as on GPUs but for the device; checkpoints go from one number to the other."""
     from backends.learner_ranks import RayRanks
 
     options = {"minibatches": 2, "tokens_per_microbatch": 60, "gradient_checkpointing": True}
     alone = training(model, ALGORITHMS[name], **options)
     told = learn(alone, range(3))
     alone.save(tmp_path / "one.pt")
-    cluster = RayCluster(ray_steps.CLUSTER, ray_steps.config(Path(model), tmp_path / "weights"))
+    both = training(model, ALGORITHMS[name], **options)
+    both._ranks = RayRanks(config(model, ALGORITHMS[name], **options), [(node, 0), (node, 1)], cpus=1)
     try:
-        node = ray.get_runtime_context().get_node_id()
-        asked = config(model, ALGORITHMS[name], **options)
-        ranks = RayRanks(asked, [(node, 0), (node, 1)], cpus=1)
-        both = training(model, ALGORITHMS[name], **options)
-        both._ranks = ranks
         again = learn(both, range(3))
         for one, other in zip(told, again, strict=True):
             assert other.metrics == pytest.approx(one.metrics, abs=2e-4, rel=2e-3)
@@ -466,9 +474,8 @@ def test_two_sharded_ranks_make_the_update_of_one(model: str, name: str, tmp_pat
         assert published.version == "4"
         with pytest.raises(RlhflessError, match="no state of this learner"):
             both.load(tmp_path / "none.pt", 1)
-        both.close()
     finally:
-        cluster.close()
+        both.close()
 
 
 @pytest.mark.slow

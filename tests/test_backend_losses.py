@@ -1,4 +1,4 @@
-"""Losses of GRPO and PPO: against TRL's own code, against loops over the papers' equations, and their laws."""
+"""Losses: against TRL's own code, their gradients, the laws of the policy loss, and GRPO's advantages."""
 
 import math
 import warnings
@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhfless.errors import InputError
@@ -19,69 +19,7 @@ torch = pytest.importorskip("torch", reason="needs PyTorch: pip install 'rlhfles
 
 from backends import grpo, losses, ppo  # noqa: E402
 from backends.losses import Aggregation, Items, PolicyOptions  # noqa: E402
-
-Tensor = Any
-FEW = settings(max_examples=40, deadline=None)
-
-
-class Batch:
-    """A batch of float64 tensors, padded at random, with holes in its mask where asked."""
-
-    def __init__(self, seed: int, rows: int = 6, width: int = 7, *, holes: bool = False, spread: float = 0.4) -> None:
-        rng = stream(seed, "losses")
-        lengths = rng.integers(0, width + 1, rows)
-        lengths[rng.integers(rows)] = width
-        mask = np.arange(width) < lengths[:, None]
-        if holes:
-            mask &= rng.random((rows, width)) < 0.7
-            mask[0, 0] = True
-
-        def near(base: Any, spread: float) -> Any:
-            return base + rng.normal(0, spread, (rows, width))
-
-        old = -rng.exponential(1.5, (rows, width))
-        self.mask = torch.tensor(mask)
-        self.old, self.new = torch.tensor(old), torch.tensor(near(old, spread))
-        self.reference, self.engine = torch.tensor(near(old, spread)), torch.tensor(near(old, spread))
-        self.entropy = torch.tensor(rng.exponential(1.0, (rows, width)))
-        self.scores = torch.tensor(rng.normal(0, 1, rows))
-        self.advantages = torch.tensor(rng.normal(0, 1, rows))
-        self.values = torch.tensor(rng.normal(0, 1, (rows, width)))
-        self.old_values = self.values + torch.tensor(rng.normal(0, spread, (rows, width)))
-        self.returns = torch.tensor(rng.normal(0, 1, (rows, width)))
-
-    def rows(self, which: Any) -> "Batch":
-        """Some of the responses."""
-        part = object.__new__(Batch)
-        part.__dict__.update({name: tensor[which] for name, tensor in self.__dict__.items()})
-        return part
-
-    def soiled(self, with_what: float) -> "Batch":
-        """The same with other padding."""
-        other = object.__new__(Batch)
-        for name, tensor in self.__dict__.items():
-            pads = tensor.dim() == 2 and name != "mask"
-            other.__dict__[name] = tensor.masked_fill(~self.mask, with_what) if pads else tensor
-        return other
-
-
-def grpo_loss(batch: Batch, new: Tensor, over: Items | None = None, **options: Any) -> tuple[Tensor, losses.Metrics]:
-    return grpo.loss(
-        new,
-        batch.old,
-        batch.advantages,
-        batch.mask,
-        grpo.GrpoOptions(**({"beta": 0.04, "entropy_coefficient": 0.01} | options)),
-        reference_logprobs=batch.reference,
-        engine_logprobs=batch.engine,
-        entropy=batch.entropy,
-        over=over,
-    )
-
-
-def critic_loss(batch: Batch, new: Tensor, over: Items | None = None, **options: Any) -> tuple[Tensor, losses.Metrics]:
-    return ppo.value_loss(new, batch.old_values, batch.returns, batch.mask, ppo.PpoOptions(**options), over=over)
-
+from tests.loss_batches import FEW, Batch, Tensor, critic_loss, grpo_loss  # noqa: E402
 
 Loss = Callable[..., tuple[Any, losses.Metrics]]
 LOSSES = [
@@ -378,110 +316,6 @@ def test_groups_must_be_whole() -> None:
     for rewards, group in ((torch.ones(5), 2), (torch.ones(2, 2), 2), (torch.ones(4), 0)):
         with pytest.raises(InputError, match="whole number of groups"):
             grpo.group_advantages(rewards, group)
-
-
-# ---- PPO, against loops over the equations
-
-
-def gae_by_definition(batch: Batch, rewards: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """Schulman et al. 2016, equation 16, as a sum over the future of every token; TD errors by equation 9."""
-    advantages, returns = torch.zeros_like(rewards), torch.zeros_like(rewards)
-    for row in range(len(rewards)):
-        tokens = batch.mask[row].nonzero().flatten().tolist()
-        value = [batch.values[row, token].item() for token in tokens] + [0.0]
-        error = [rewards[row, t].item() + gamma * value[i + 1] - value[i] for i, t in enumerate(tokens)]
-        for i, token in enumerate(tokens):
-            advantages[row, token] = sum((gamma * lam) ** (j - i) * error[j] for j in range(i, len(tokens)))
-            returns[row, token] = advantages[row, token] + value[i]
-    return advantages, returns
-
-
-@FEW
-@given(seed=st.integers(0, 10**6), holes=st.booleans(), gamma=st.floats(0, 1), lam=st.floats(0, 1))
-def test_gae(seed: int, holes: bool, gamma: float, lam: float) -> None:
-    batch = Batch(seed, holes=holes)
-    found = ppo.gae(batch.returns, batch.values, batch.mask, gamma=gamma, lam=lam)
-    expected = gae_by_definition(batch, batch.returns, gamma, lam)
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
-    dirty = batch.soiled(math.nan)
-    assert all(map(torch.equal, ppo.gae(dirty.returns, dirty.values, dirty.mask, gamma=gamma, lam=lam), found))
-
-
-def test_with_lambda_one_the_return_is_what_is_yet_to_come() -> None:
-    batch = Batch(7)
-    rewards = torch.where(batch.mask, batch.returns, 0.0)
-    _, returns = ppo.gae(rewards, batch.values, batch.mask, gamma=1.0, lam=1.0)
-    expected = rewards.flip(-1).cumsum(-1).flip(-1)
-    torch.testing.assert_close(returns, torch.where(batch.mask, expected, 0.0))
-
-
-@FEW
-@given(seed=st.integers(0, 10**6), holes=st.booleans(), coefficient=st.floats(0, 1))
-def test_token_rewards(seed: int, holes: bool, coefficient: float) -> None:
-    batch = Batch(seed, holes=holes).soiled(math.nan)
-    found = ppo.token_rewards(batch.scores, batch.old, batch.mask, coefficient, reference_logprobs=batch.reference)
-    for row in range(len(found)):
-        tokens = batch.mask[row].nonzero().flatten().tolist()
-        expected = [0.0] * found.shape[1]
-        for token in tokens:
-            expected[token] = -coefficient * (batch.old[row, token] - batch.reference[row, token]).item()
-            if token == tokens[-1]:
-                expected[token] += batch.scores[row].item()
-        assert found[row].tolist() == pytest.approx(expected)
-    alone = ppo.token_rewards(batch.scores, batch.old, batch.mask, 0.0, reference_logprobs=None)
-    assert alone.sum().item() == pytest.approx(batch.scores[batch.mask.any(-1)].sum().item())
-
-
-@FEW
-@given(seed=st.integers(0, 10**6), shift=st.floats(-50, 50), scale=st.floats(0.1, 50))
-def test_whitening(seed: int, shift: float, scale: float) -> None:
-    batch = Batch(seed, holes=True).soiled(math.nan)
-    found = ppo.whiten(batch.returns * scale + shift, batch.mask)
-    kept = found[batch.mask]
-    if len(kept) < 2:
-        assert not found.any()
-        return
-    assert kept.mean().item() == pytest.approx(0, abs=1e-9)
-    assert kept.std().item() == pytest.approx(1, rel=1e-4)
-    assert not found[~batch.mask].any()
-    torch.testing.assert_close(found, ppo.whiten(batch.returns, batch.mask), rtol=1e-4, atol=1e-6)
-
-
-def test_whitening_what_does_not_vary() -> None:
-    mask = torch.tensor([[True, False], [False, False]])
-    assert not ppo.whiten(torch.full((2, 2), 3.0), mask).any()
-    assert not ppo.whiten(torch.full((2, 2), 3.0), ~mask).any()
-
-
-def test_experience_is_its_parts() -> None:
-    batch = Batch(8, holes=True).soiled(math.nan)
-    options = ppo.PpoOptions(kl_coefficient=0.2, gamma=0.9, lam=0.8)
-    advantages, returns, metrics = ppo.experience(
-        batch.scores, batch.old, batch.values, batch.mask, options, reference_logprobs=batch.reference
-    )
-    rewards = ppo.token_rewards(batch.scores, batch.old, batch.mask, 0.2, reference_logprobs=batch.reference)
-    expected, expected_returns = gae_by_definition(batch, rewards, 0.9, 0.8)
-    torch.testing.assert_close(advantages, ppo.whiten(expected, batch.mask))
-    torch.testing.assert_close(returns, expected_returns)
-    assert metrics["kl"].item() == pytest.approx((batch.old - batch.reference)[batch.mask].mean().item())
-    assert metrics["value"].item() == pytest.approx(batch.values[batch.mask].mean().item())
-
-
-@FEW
-@given(seed=st.integers(0, 10**6), clip=st.floats(0.01, 2.0), coefficient=st.floats(0.1, 2.0))
-def test_value_loss(seed: int, clip: float, coefficient: float) -> None:
-    batch = Batch(seed, holes=True)
-    found, metrics = critic_loss(batch, batch.values, value_clip=clip, value_coefficient=coefficient)
-    columns = (batch.values, batch.old_values, batch.returns)
-    larger, errors = 0, []
-    for value, old, target in zip(*(each[batch.mask].tolist() for each in columns), strict=True):
-        clipped = min(max(value, old - clip), old + clip)
-        errors.append(max((value - target) ** 2, (clipped - target) ** 2) / 2)
-        larger += (clipped - target) ** 2 > (value - target) ** 2
-    assert found.item() == pytest.approx(coefficient * np.mean(errors))
-    assert metrics["value_loss"].item() == found.item()
-    assert metrics["value_clip_share"].item() == pytest.approx(larger / len(errors))
 
 
 # ---- what cannot be

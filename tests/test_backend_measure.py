@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from backends.redis_server import RedisServer
 from rlhfless.errors import InputError
 from rlhfless.types.profile import Profile
 from tests.profiles import tiny_profile
-from tests.test_backend_engine import Child, config, gather, real
+from tests.step_engines import Child, config, gather, real
 
 GRID = Grid(batches=(1, 2, 8), contexts=(16, 64, 200), max_batched_tokens=256)
 
@@ -174,21 +173,6 @@ def test_the_table_tells_how_far_off_grid_and_fit_are() -> None:
 # ---- the real engine
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    child = Child()
-    try:
-        yield child(_make, tmp_path_factory.mktemp("measured") / "tiny-model")
-    finally:
-        child.close()
-
-
-def _make(folder: Path) -> str:
-    from backends.tiny import make_tiny
-
-    return str(make_tiny(folder, seed=1))
-
-
 def _command(arguments: list[str], stdout: Path) -> None:
     """The command in this process, whose vLLM is already imported; with its standard output in a file."""
     sys.argv = ["measure", *arguments]
@@ -230,10 +214,11 @@ def _predict(profile: Profile, lengths: list[int], prompt_tokens: int, mean_prom
 
 @pytest.mark.slow
 @real
-def test_a_measured_profile_is_an_ordinary_one_and_predicts_a_run(tiny: str, tmp_path: Path) -> None:
+def test_a_measured_profile_is_an_ordinary_one_and_predicts_a_run(tiny_model: Path, tmp_path: Path) -> None:
     out, stdout = tmp_path / "new" / "profile.json", tmp_path / "stdout"
-    options = {"batches": "1,2,4,8", "contexts": "16,64,200", "limit-s": "20", "kv-cache-bytes": str(32 << 20)}
-    arguments = ["--model", tiny, "--out", str(out), *(f"--{name}={value}" for name, value in options.items())]
+    options = {"model": str(tiny_model), "out": str(out), "batches": "1,2,4,8", "contexts": "16,64,200"}
+    options |= {"limit-s": "20", "kv-cache-bytes": str(32 << 20)}
+    arguments = [f"--{name}={value}" for name, value in options.items()]
     child = Child()
     try:
         child(_command, arguments, stdout)
@@ -264,7 +249,7 @@ def test_a_measured_profile_is_an_ordinary_one_and_predicts_a_run(tiny: str, tmp
     assert [path.name for path in out.parent.iterdir()] == [out.name]
 
     lengths = [10, 25, 25, 40, 60, 70, 90, 120]
-    engine = Child(config(tiny, max_slots=8, max_batched_tokens=1600))
+    engine = Child(config(tiny_model, max_slots=8, max_batched_tokens=1600))
     try:
         engine(_run, lengths)
         iterations, took_s, prompt_tokens, mean_prompt = engine(_run, lengths)
@@ -276,10 +261,10 @@ def test_a_measured_profile_is_an_ordinary_one_and_predicts_a_run(tiny: str, tmp
     print(f"{iterations} iterations: {took_s:.3f} s, predicted {predicted_s:.3f} s")
 
 
-def _too_little_kv(folder: str) -> list[str]:
+def _too_little_kv(folder: Path) -> list[str]:
     told = []
     grid = Grid(batches=(1, 4), contexts=(400, 500), max_batched_tokens=512)
-    values: dict[str, Any] = {"model": folder, "dtype": "float32", "device": "cpu", "block_size": 32}
+    values: dict[str, Any] = {"model": str(folder), "dtype": "float32", "device": "cpu", "block_size": 32}
     engine = EngineConfig(
         **values,
         max_model_len=grid.longest,
@@ -297,10 +282,10 @@ def _too_little_kv(folder: str) -> list[str]:
 
 @pytest.mark.slow
 @real
-def test_an_engine_without_room_for_the_grid_is_named(tiny: str) -> None:
+def test_an_engine_without_room_for_the_grid_is_named(tiny_model: Path) -> None:
     child = Child()
     try:
-        told = child(_too_little_kv, tiny)
+        told = child(_too_little_kv, tiny_model)
     finally:
         assert child.close() == 0
     assert len(told) == 1

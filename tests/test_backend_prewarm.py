@@ -1,8 +1,6 @@
 """Asking for processes ahead, resting between steps, and whether moved KV is fetched or computed again."""
 
 import importlib.util
-import json
-import subprocess
 import sys
 import threading
 from dataclasses import replace
@@ -17,14 +15,17 @@ from hypothesis import strategies as st
 from backends import engine as engine_module
 from backends import kv_transfer
 from backends.engine import StepEngine
-from backends.engine_types import EngineConfig, EngineCounters
+from backends.engine_types import EngineConfig, EngineCounters, Request
 from backends.kv_rates import PREFILL_TOKENS, KVRates
-from backends.kv_transfer import transfer_or_recompute
+from backends.kv_transfer import redis_config, transfer_or_recompute
 from backends.prewarm import Prewarming, delay_s, guess
+from backends.redis_server import RedisServer
 from backends.vllm_actor import VllmActor
 from rlhfless.errors import InputError
 from rlhfless.types.plan import Plan, Prewarm
-from tests.ray_steps import make_model, plan, real, workload
+from tests import step_engines
+from tests.ray_steps import plan, real, workload
+from tests.step_engines import Child
 
 LONG_S = 1e6
 """Further ahead than any test lasts."""
@@ -202,7 +203,8 @@ class Engine:
         self.said: list[object] = []
         self.whole = True
         self.vllm_config = SimpleNamespace(cache_config=SimpleNamespace(num_gpu_blocks=9, block_size=16))
-        self.engine_core = SimpleNamespace(shutdown=lambda: None)
+        inner = SimpleNamespace(scheduler=SimpleNamespace())
+        self.engine_core = SimpleNamespace(shutdown=lambda: None, engine_core=inner)
 
     def get_weight_version(self) -> str:
         return "0"
@@ -291,29 +293,20 @@ def test_vllm_has_what_is_asked_of_it() -> None:
     assert "skip_reading_prefix_cache" in (root / "sampling_params.py").read_text()
 
 
-MOVED = """
-import json, sys
-from dataclasses import replace
-from pathlib import Path
-from backends.engine import StepEngine
-from backends.engine_types import Request
-from backends.kv_transfer import redis_config
-from backends.redis_server import RedisServer
-from tests import ray_steps
+def _moved(config: Any) -> dict[str, Any]:
+    """A response that finds its KV where it moves to; then over a link that is slow; then as at first."""
+    first = Request(response=0, token_ids=[5 + at % 80 for at in range(321)], max_tokens=8, temperature=0.0)
 
-first = Request(response=0, token_ids=[5 + at % 80 for at in range(321)], max_tokens=8, temperature=0.0)
-def run(engine, request):
-    before = engine.counters()
-    engine.submit([request])
-    while not (done := engine.poll(60.0)):
-        pass
-    after = engine.counters()
-    engine.reset_prefix_cache()
-    names = ("external_tokens", "continued_tokens", "moved_kv_bytes")
-    return list(done[0].done.tokens), [getattr(after, name) - getattr(before, name) for name in names]
-with RedisServer() as redis:
-    config = ray_steps.config(Path(sys.argv[1]), Path(sys.argv[1]))
-    config = config.engine(prefix_caching=True, kv_connector=redis_config(redis.url, "run"))
+    def run(engine: StepEngine, request: Request) -> tuple[list[int], list[int]]:
+        before = engine.counters()
+        engine.submit([request])
+        while not (done := engine.poll(60.0)):
+            pass
+        after = engine.counters()
+        engine.reset_prefix_cache()
+        names = ("external_tokens", "continued_tokens", "moved_kv_bytes")
+        return list(done[0].done.tokens), [getattr(after, name) - getattr(before, name) for name in names]
+
     with StepEngine(config) as engine:
         tokens, counts = run(engine, replace(first, force_length=True))
         moved = replace(first, token_ids=[*first.token_ids, tokens[0]], generated=1, max_tokens=7, force_length=True)
@@ -322,22 +315,24 @@ with RedisServer() as redis:
         found["computed"] = run(engine, moved)
         engine.set_weight_version(engine.weight_version)
         found["again"] = run(engine, moved)
-print(json.dumps(found))
-"""
+    return found
 
 
 @pytest.mark.slow
 @real
-def test_a_moved_response_is_computed_again_over_a_link_that_is_slow(tmp_path: Path) -> None:
+def test_a_moved_response_is_computed_again_over_a_link_that_is_slow(tiny_model: Path) -> None:
     """On a real engine: the same tokens either way."""
-    folder = make_model(tmp_path / "model")
-    done = subprocess.run([sys.executable, "-c", MOVED, str(folder)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    child = Child()
+    with RedisServer() as redis:
+        config = step_engines.config(tiny_model, kv_connector=redis_config(redis.url, "run"))
+        try:
+            found = child(_moved, config)
+        finally:
+            assert child.close() == 0
     tokens, counts = found["first"]
     assert counts == [0, 0, 0]
     block_bytes = found["fetched"][1][2] / 10
     assert block_bytes > 1000
-    assert found["fetched"] == [tokens[1:], [320, 2, 10 * block_bytes]]
-    assert found["computed"] == [tokens[1:], [0, 322, 0]]
+    assert found["fetched"] == (tokens[1:], [320, 2, 10 * block_bytes])
+    assert found["computed"] == (tokens[1:], [0, 322, 0])
     assert found["again"] == found["fetched"]  # another step looks anew

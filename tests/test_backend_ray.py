@@ -1,6 +1,5 @@
 """Plans on real engines: the same plans and the same laws as in simulation, and outputs that no cut changes."""
 
-import json
 import subprocess
 import sys
 import time
@@ -20,7 +19,7 @@ from rlhfless.rng import stream
 from rlhfless.scheduler.planner import Planner
 from rlhfless.types.arrays import ints
 from rlhfless.types.outcome import Outcome
-from rlhfless.types.plan import MigrationSpec, Plan, Prewarm
+from rlhfless.types.plan import Plan, Prewarm
 from rlhfless.types.profile import Profile
 from rlhfless.types.report import StepReport
 from rlhfless.types.workload import Workload
@@ -41,22 +40,17 @@ from tests.ray_steps import (
     real,
     workload,
 )
+from tests.step_engines import EOS, Child, reference
 from tests.test_laws import check_bill, check_causality, check_delivery, check_gpus
 
 pytestmark = [pytest.mark.slow, real]
 POLICIES = ("raw", "dp", "dp+pa", "rlhfless", "rlhfuse")
-EOS = 1
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return ray_steps.make_model(tmp_path_factory.mktemp("ray") / "model")
-
-
-@pytest.fixture(scope="module")
-def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def cluster(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     folder = tmp_path_factory.mktemp("run")
-    with ray_steps.executor(model, folder) as made:
+    with ray_steps.executor(tiny_model, folder) as made:
         yield made
     assert not list(folder.iterdir()), "something is left in the run's folder"
 
@@ -82,6 +76,48 @@ def check(made: Plan, report: StepReport, outcome: Outcome) -> None:
     check_bill(report)
     check_causality(record)
     assert StepReport.from_json(report.to_json()).to_json() == report.to_json()
+
+
+UNEVEN = [
+    (10, 1),
+    (10, 31),
+    (32, 0),
+    (33, 0),
+    (40, 40),
+    (64, 5),
+    (64, 32),
+    (65, 0),
+    (96, 1),
+    (96, 64),
+    (150, 9),
+    (150, 9),
+]
+"""(tokens shared with others, own) of prompts."""
+
+
+@pytest.mark.parametrize("policy", ["raw", "dp"])
+def test_the_plan_says_what_engines_compute_of_prompts_of_any_length(executor: Any, policy: str) -> None:
+    """Block by block: prompts that end within blocks and part within them, of which some are computed twice."""
+    work, rng = workload(29, n=3), stream(5, "uneven", 0)
+    ids = rng.integers(5, 90, 200)
+    uneven = [np.concatenate([ids[:shared], rng.integers(5, 90, own)]) for shared, own in UNEVEN]
+    work = replace(work, prompts=tuple(map(ints, uneven)), prompt_tokens=ints([prompt.size for prompt in uneven]))
+    blocks = Profile(data=replace(ray_steps.profile().data, kv_block_tokens=BLOCK))
+    planner = Planner(policy, blocks, CLUSTER, learner_gpus=1, actors=2)
+    made = planner.plan(work, executor.snapshot())
+    executor.lengths = lengths
+    if policy == "raw":  # no actor finds what another has computed
+        executor.config = replace(executor.config, kv="none")
+    counters = executor.execute(made, work).counters
+    own = np.zeros(work.responses, dtype=np.int64)
+    for actor in made.actors:
+        own[actor.responses] = actor.prefill_tokens
+    assert counters.decode_prefill_tokens == own.sum()
+    assert counters.prefill_tokens == (0 if made.prefill is None else made.prefill.computed_tokens)
+    cached = np.array([one.cached_tokens for one in executor.results])
+    assert (cached + own == np.repeat(work.prompt_tokens, 3)).all()
+    single = ray_steps.plan(policy, work)
+    assert counters.decode_prefill_tokens > sum(actor.prefill_tokens.sum() for actor in single.actors)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -132,77 +168,17 @@ def test_each_distinct_prefix_is_computed_once_over_all_actors(executor: Any) ->
     assert min(one.cached_tokens for one in executor.results) == 0
 
 
-@pytest.mark.parametrize("policy", ["dp", "raw"])
-def test_the_plan_says_what_engines_compute_of_prompts_of_any_length(executor: Any, policy: str) -> None:
-    """Block by block: prompts that end within blocks and part within them, of which some are computed twice."""
-    work, rng = workload(29, n=3), stream(5, "uneven", 0)
-    ids = rng.integers(5, 90, 200)
-    uneven = [np.concatenate([ids[:shared], rng.integers(5, 90, own)]) for shared, own in UNEVEN]
-    work = replace(work, prompts=tuple(map(ints, uneven)), prompt_tokens=ints([prompt.size for prompt in uneven]))
-    blocks = Profile(data=replace(ray_steps.profile().data, kv_block_tokens=BLOCK))
-    planner = Planner(policy, blocks, CLUSTER, learner_gpus=1, actors=2)
-    made = planner.plan(work, executor.snapshot())
-    executor.lengths = lengths
-    if policy == "raw":  # no actor finds what another has computed
-        executor.config = replace(executor.config, kv="none")
-    counters = executor.execute(made, work).counters
-    own = np.zeros(work.responses, dtype=np.int64)
-    for actor in made.actors:
-        own[actor.responses] = actor.prefill_tokens
-    assert counters.decode_prefill_tokens == own.sum()
-    assert counters.prefill_tokens == (0 if made.prefill is None else made.prefill.computed_tokens)
-    cached = np.array([one.cached_tokens for one in executor.results])
-    assert (cached + own == np.repeat(work.prompt_tokens, 3)).all()
-    single = ray_steps.plan(policy, work)
-    assert counters.decode_prefill_tokens > sum(actor.prefill_tokens.sum() for actor in single.actors)
-
-
-UNEVEN = [
-    (10, 1),
-    (10, 31),
-    (32, 0),
-    (33, 0),
-    (40, 40),
-    (64, 5),
-    (64, 32),
-    (65, 0),
-    (96, 1),
-    (96, 64),
-    (150, 9),
-    (150, 9),
-]
-"""(tokens shared with others, own) of prompts."""
-
-
-def test_greedy_responses_equal_transformers_whatever_is_cut(executor: Any, model: Path) -> None:
+def test_greedy_responses_equal_transformers_whatever_is_cut(executor: Any, beside: Child, tiny_model: Path) -> None:
     work = workload(21)
     executor.config = replace(executor.config, temperature=0.0)
     execute_until_cut(executor, plan("dp+pa", work, tau=0.05), work)
     assert work.prompts is not None
     prompts = [prompt.tolist() for prompt in work.prompts]
-    asked = json.dumps({"model": str(model), "prompts": prompts, "tokens": work.max_response_tokens})
-    done = subprocess.run([sys.executable, "-c", REFERENCE], input=asked, capture_output=True, text=True, check=True)
-    expected = json.loads(done.stdout.splitlines()[-1])
+    expected = beside(reference, tiny_model, prompts, work.max_response_tokens)
     for number, one in enumerate(executor.results):
-        assert one.tokens.tolist() == expected[number // work.responses_per_prompt]
+        assert one.tokens.tolist() == expected[number // work.responses_per_prompt][0]
         assert one.finish_reason == ("stop" if one.tokens[-1] == EOS else "length")
     assert {one.finish_reason for one in executor.results} == {"stop", "length"}
-
-
-REFERENCE = """
-import json, sys
-from backends.environment import prepare
-prepare("cpu")
-import torch
-from transformers import AutoModelForCausalLM
-asked = json.load(sys.stdin)
-lm = AutoModelForCausalLM.from_pretrained(asked["model"], dtype=torch.float32).eval()
-found = []
-for prompt in asked["prompts"]:
-    out = lm.generate(torch.tensor([prompt]), max_new_tokens=asked["tokens"], do_sample=False)
-    found.append(out[0, len(prompt):].tolist())
-print(json.dumps(found))
-"""
 
 
 def test_sampled_responses_are_the_same_whatever_is_cut_and_wherever_they_run(executor: Any) -> None:
@@ -238,6 +214,17 @@ def test_no_more_than_the_slots_of_the_plan_run_at_once(executor: Any) -> None:
     ends, starts = np.sort(report.end_s), np.sort(report.first_s)
     assert (starts[3:] >= ends[:-3]).all()  # each found a slot that another had left
     assert set(np.argsort(report.first_s)[:3].tolist()) == set(made.actors[0].responses[:3].tolist())
+
+
+def test_reserved_actors_are_held_to_the_end_of_generation(executor: Any) -> None:
+    work = workload(26)
+    executor.lengths = lengths
+    made = replace(plan("verl", work), prefix_caching=True)  # so that the engines that there are serve
+    report = executor.execute(made, work)
+    check(made, report, lengths(work))
+    assert report.reserved_gpus == simulated(made, work).reserved_gpus > 0
+    end_s = report.phases[0].end_s
+    assert all(one.end_s >= end_s for one in report.invocations if one.function == "decode")
 
 
 def test_warm_processes_are_woken_and_cold_ones_end_with_the_step(executor: Any) -> None:
@@ -330,7 +317,7 @@ class Sleeper:
 
 
 def test_engines_on_gpus_sleep_in_the_pool_and_are_woken_ahead(
-    executor: Any, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    executor: Any, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import ray
 
@@ -339,7 +326,7 @@ def test_engines_on_gpus_sleep_in_the_pool_and_are_woken_ahead(
     cloudpickle = pytest.importorskip("ray.cloudpickle")
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
     monkeypatch.setattr(module, "VllmActor", Sleeper)
-    config = ray_steps.config(model, tmp_path, actor_cpus=0.01)
+    config = ray_steps.config(tiny_model, tmp_path, actor_cpus=0.01)
     engine = config.engine(prefix_caching=True, kv_connector=None)
     another = config.engine(prefix_caching=False, kv_connector=None)
     object.__setattr__(engine, "sleep_mode", True)  # a config for CPUs refuses it
@@ -370,17 +357,6 @@ def test_engines_on_gpus_sleep_in_the_pool_and_are_woken_ahead(
     assert ray.is_initialized()
 
 
-def test_reserved_actors_are_held_to_the_end_of_generation(executor: Any) -> None:
-    work = workload(26)
-    executor.lengths = lengths
-    made = plan("verl", work)
-    report = executor.execute(made, work)
-    check(made, report, lengths(work))
-    assert report.reserved_gpus == simulated(made, work).reserved_gpus > 0
-    end_s = report.phases[0].end_s
-    assert all(one.end_s >= end_s for one in report.invocations if one.function == "decode")
-
-
 def test_what_cannot_be_carried_out_is_refused_before_anything_starts(executor: Any) -> None:
     work = workload(27)
     made = plan("dp", work)
@@ -392,7 +368,6 @@ def test_what_cannot_be_carried_out_is_refused_before_anything_starts(executor: 
         (made, replace(work, max_response_tokens=500), InfeasibleError, "engines hold 512"),
         (replace(made, actors=(replace(made.actors[0], slots=17), made.actors[1])), work, InfeasibleError, "17 slots"),
         (replace(made, actors=made.actors[:1]), work, PlanError, "decoded by no actor"),
-        (replace(made, migration=MigrationSpec(kind="seer", value=2.0)), work, PlanError, "rule seer moves some"),
     ]
     pids, steps = executor.pids(), executor.steps
     for plan_, work_, kind, says in wrong:
@@ -423,10 +398,10 @@ def test_nothing_listens_beyond_this_machine(cluster: Any) -> None:
     assert {fields[3].rpartition(":")[0] for fields in ours} <= {"127.0.0.1", "[::1]", "[::ffff:127.0.0.1]"}
 
 
-def test_config_refuses_what_cannot_be(model: Path, tmp_path: Path) -> None:
+def test_config_refuses_what_cannot_be(tiny_model: Path, tmp_path: Path) -> None:
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"model": str(tmp_path)}, "config.json"),
-        ({"kv": "nixl"}, "known are redis, none"),
+        ({"kv": "tcp"}, "known are redis, nixl, none"),
         ({"redis_url": "redis://10.0.0.1:6379"}, "password"),
         ({"temperature": -1.0}, "temperature"),
         ({"hang_timeout_s": 0.0}, "hang_timeout_s"),
@@ -435,4 +410,4 @@ def test_config_refuses_what_cannot_be(model: Path, tmp_path: Path) -> None:
     ]
     for changes, says in wrong:
         with pytest.raises(InputError, match=says):
-            ray_steps.config(Path(changes.pop("model", str(model))), tmp_path, **changes)
+            ray_steps.config(Path(changes.pop("model", str(tiny_model))), tmp_path, **changes)

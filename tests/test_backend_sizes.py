@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,11 +28,10 @@ NARROW, WIDE = 0, 1
 
 
 @pytest.fixture(scope="module")
-def executor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def executor(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     folder = tmp_path_factory.mktemp("sizes")
-    model = ray_steps.make_model(folder / "model")
     # four processes that import vLLM at once: minutes where the machine is shared
-    with ray_steps.executor(model, folder / "weights", temperature=0.0, actor_cpus=0.5, start_timeout_s=900.0) as made:
+    with ray_steps.executor(tiny_model, folder, temperature=0.0, actor_cpus=0.5, start_timeout_s=900.0) as made:
         yield made
 
 
@@ -74,10 +74,10 @@ def test_a_plan_of_two_sizes_keeps_the_laws_in_simulation_and_on_engines(executo
     assert functions == {(function, gpus) for function, gpus in same if function not in ("reward", "reference")}
     assert report.tokens.tolist() == twin.tokens.tolist()
     assert report.counters.cuts == 1
-    assert report.counters.moves == 1
-    (moved,) = np.flatnonzero(report.moves)
-    assert moved in made.actors[NARROW].responses
-    assert report.actor[moved] == WIDE
+    moved = np.flatnonzero(report.moves)  # the long one, and what else a busy machine has not ended by then
+    assert report.counters.moves == moved.size > 0
+    assert np.isin(moved, made.actors[NARROW].responses).all()
+    assert (report.actor[moved] == WIDE).all()
     assert report.counters.moved_kv_bytes > 0, "one GPU's KV, loaded on two"
     assert work.prompts is not None
     distinct = {tuple(prompt.tolist()) for prompt in work.prompts}

@@ -268,9 +268,8 @@ needs_trl = pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="
 @pytest.mark.slow
 @ray_steps.real
 @needs_trl
-def test_trl_trains_on_responses_of_its_current_weights(tmp_path: Path) -> None:
-    model = ray_steps.make_model(tmp_path / "model")
-    arguments = [str(ROOT / "examples" / "trl_grpo.py"), str(model), str(tmp_path)]
+def test_trl_trains_on_responses_of_its_current_weights(tiny_model: Path, tmp_path: Path) -> None:
+    arguments = [str(ROOT / "examples" / "trl_grpo.py"), str(tiny_model), str(tmp_path)]
     done = subprocess.run(
         [sys.executable, "-c", TRAINING, *arguments], capture_output=True, text=True, check=False, cwd=ROOT
     )

@@ -109,7 +109,6 @@ def test_scale_over_seeds_is_the_mean_of_each_alone(tmp_path: Path, capsys: pyte
     assert any(float(row["generation_s_ci95"]) > 0 for row in found["both"])
 
 
-@pytest.mark.slow
 def test_same_seed_same_files_in_other_processes(trace_file: Path, tmp_path: Path) -> None:
     commands = [
         ["experiments.scale", "--nodes", "12", *SMALL, "--seeds", "2", "--trace-out", "run.json"],
@@ -148,7 +147,6 @@ def test_replay_carries_history_from_epoch_to_epoch(
     assert {path.name for path in tmp_path.iterdir()} >= {"replay.json", "replay.png", "gantt-rlhfless.png"}
 
 
-@pytest.mark.slow
 @pytest.mark.skipif("RLHFLESS_TEST_DATA" not in os.environ, reason="RLHFLESS_TEST_DATA is not set: gsm8k/*.jsonl")
 def test_recorded_gsm8k_solutions_under_every_policy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = Path(os.environ["RLHFLESS_TEST_DATA"]) / "gsm8k"

@@ -248,7 +248,6 @@ def test_blocks_and_windows_join_without_a_seam():
     assert plan.prefix_of.reshape(300, -1).std(axis=0).max() == 0
 
 
-@pytest.mark.slow
 def test_many_prompts():
     """100,000 prompts of 500 tokens in 1,000 families; what is shared is known from how they were made."""
     draw = stream(3, "many")

@@ -290,7 +290,6 @@ def test_lengths_are_drawn_with_the_spread_and_the_cap():
 PRESETS = [("qwen2.5-3b_l40s_tp2", "gpqa", 16), ("llama-3-8b_h100_sxm_tp1", "long-reasoning", 64)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("profile", "preset", "gpus"), PRESETS)
 def test_elastic_is_no_slower_and_no_dearer_than_the_paper(profile, preset, gpus):
     """With estimates from history; and its own estimate of a step is near what the step comes to."""
@@ -310,6 +309,58 @@ def test_elastic_is_no_slower_and_no_dearer_than_the_paper(profile, preset, gpus
     later = ours.records[len(ours.records) // 3 :]  # before, nothing says how long responses are
     errors = [abs(r.plan.estimate.generation_s / r.report.phase_s("generation") - 1) for r in later]
     assert np.median(errors) < 0.1
+
+
+def test_what_a_bound_leaves_out_could_not_win(monkeypatch):
+    """The same plans, to the byte, as where every price, number, size and reserve is looked at."""
+    sizes = [load(f"llama-2-70b_h100_sxm_tp{tp}") for tp in (2, 4, 8)]
+    setting = Setting(
+        profile=sizes[0], profiles=tuple(sizes[1:]), cluster=Cluster.uniform("h100_sxm", 64), usd_per_gpu_hour=1.0
+    )
+    trace = synthesize(
+        "gpqa", prompts=64, epochs=3, responses_per_prompt=4, max_response_tokens=2048, prompts_per_step=64, seed=0,
+        algorithm="grpo",
+    )  # fmt: skip
+    looked_at: list[int] = []
+    promoted = width._promoted
+
+    def counted(*given):
+        looked_at[-1] += given[4].shape[0]
+        return promoted(*given)
+
+    monkeypatch.setattr(width, "_promoted", counted)
+    plans = []
+    for rounding in (width.ROUNDING, 1.0):  # a bound of 0 leaves out nothing
+        monkeypatch.setattr(width, "ROUNDING", rounding)
+        looked_at.append(0)
+        plans.append([to_json(record.plan) for record in simulate("elastic", list(steps(trace)), setting).records])
+    assert plans[0] == plans[1]
+    assert looked_at[0] < looked_at[1] / 2
+
+
+def test_what_time_hardly_tells_apart_cost_decides(monkeypatch):
+    """Against the largest ratio alone."""
+    setting = Setting(
+        profile=load("llama-3-8b_h100_sxm_tp1"), cluster=Cluster.uniform("h100_sxm", 64), usd_per_gpu_hour=1.0
+    )
+    trace = synthesize(
+        "gpqa", prompts=192, epochs=2, responses_per_prompt=4, max_response_tokens=2048, prompts_per_step=96, seed=0,
+        algorithm="grpo",
+    )  # fmt: skip
+    found = []
+    for rest in (width.REST, 0.0):
+        monkeypatch.setattr(width, "REST", rest)
+        found.append(simulate("elastic", list(steps(trace)), setting).summary)
+    both, largest = (one.bill.function("decode").held_gpu_s for one in found)
+    assert both < 0.9 * largest
+    assert found[0].generation_s.mean < 1.03 * found[1].generation_s.mean
+
+
+def test_many_quantiles_are_those_of_numpy():
+    rng = np.random.default_rng(0)
+    for size in (1, 2, 255, 4096):
+        ascending, level = np.sort(rng.normal(size=size)), (np.arange(384) + 0.5) / 384
+        assert (width._quantiles(ascending, level) == np.quantile(ascending, level)).all()
 
 
 def test_a_speed_ends_at_what_runs_at_once():

@@ -28,10 +28,7 @@ from tests.commands import call
 from traces.synthesize import synthesize
 
 TINY = Asked(seeds=2, epochs=2, batch=16)
-HEAVY = ("overall",)
-NAMES = [
-    pytest.param(each.name, marks=pytest.mark.slow) if each.name in HEAVY else each.name for each in everything.FIGURES
-]
+NAMES = [each.name for each in everything.FIGURES]
 BY_NAME = {each.name: each for each in everything.FIGURES}
 ROUNDING = 1e-9
 
@@ -125,7 +122,6 @@ def test_recorded_lengths_take_the_place_of_synthetic_ones(name: str, recorded: 
     assert {each for each in workloads if "out" not in each} == {"GRPO gpqa, n = 3"}
 
 
-@pytest.mark.slow
 def test_same_bytes_in_other_processes(tmp_path: Path) -> None:
     folders = []
     for processes, hash_seed in (("1", "1"), ("2", "77")):

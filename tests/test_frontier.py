@@ -283,7 +283,7 @@ def test_known_lengths_take_what_the_point_estimate_says(slots: int) -> None:
     prompts = ints(rng.integers(10, 60, 24))
     borders = np.array([0, 2, 6, 12, 24])
     row = crowd.Crowd.of(lengths, Spread.none(), prompts, 1, 400, borders)
-    got = crowd.group_times(model, row, 0.5)
+    got = crowd.group_times([model], row, 0.5)[0]
     work = Work.of(np.arange(24), lengths[::-1], prompts[::-1], 1)
     for i, begin in enumerate(borders.tolist()):
         for j in range(i + 1, borders.size):
@@ -304,7 +304,7 @@ def test_groups_end_together_with_the_chance_asked_for(chance: float) -> None:
     spread = Spread.of(rng.normal(0, 0.4, 2000))
     borders = np.array([0, 4, 12, 32])
     row = crowd.Crowd.of(estimates, spread, prompts, 1, 4000, borders)
-    times = crowd.group_times(model, row, 0.5)
+    times = crowd.group_times([model], row, 0.5)[0]
     groups = [(times, 0, 1, 0.0), (times, 1, 2, 0.5), (times, 2, 3, 0.2)]
     (limit,) = crowd.together_s(groups, [chance]).tolist()
     inside = 0
@@ -324,7 +324,7 @@ def test_releases_cost_others_less_than_they_save() -> None:
     estimates = np.linspace(300, 50, 30)
     spread = Spread.of(np.random.default_rng(1).normal(0, 0.5, 1000))
     row = crowd.Crowd.of(estimates, spread, ints(np.full(30, 20)), 1, 4000, crowd.borders_of(30))
-    times = crowd.group_times(model, row, 0.5)
+    times = crowd.group_times([model], row, 0.5)[0]
     upper = np.triu_indices(31, 1)
     assert (times.cut_s[upper] <= times.works_s[upper] + 1e-12).all()
     assert (times.moved_s[upper] >= 0).all()

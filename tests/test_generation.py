@@ -236,7 +236,6 @@ def test_the_cases_reach_queueing_preemption_and_migration():
     assert queued > 50
 
 
-@pytest.mark.slow
 def test_deaths_among_cuts_and_moves() -> None:
     """Many actors, several of which die while others are cut and responses are on their way."""
     spec = MigrationSpec(kind="cut-and-migrate", value=0.3)

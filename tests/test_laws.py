@@ -361,7 +361,6 @@ def test_failures_happen_and_are_survived() -> None:
     assert record.report.phase_s("generation") > healthy.phase_s("generation") + 20.0  # a cold start and the lost KV
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["dp+pa", "rlhfuse"])
 def test_a_crowded_cluster_loses_nothing(policy: str) -> None:
     """20,000 responses where KV is short: moves cross with cuts of the actors that they go to."""

@@ -37,6 +37,9 @@ def view_of(actors, cuts_so_far=0, asked=None):
             asked.append(actor)
         return ints(range(first[actor], first[actor + 1])), ints(contexts[actor])
 
+    def queue(actor):
+        return ints(range(first[actor] + running[actor], first[actor + 1])), ints(contexts[actor][running[actor] :])
+
     return GenerationView(
         assigned=ints(np.add(finished, running) + waiting),
         finished=ints(finished),
@@ -51,6 +54,8 @@ def view_of(actors, cuts_so_far=0, asked=None):
         starting=np.zeros(len(actors), dtype=np.bool_),
         idle=np.zeros(len(actors), dtype=np.bool_),
         unfinished=unfinished,
+        queue=queue,
+        ended=lambda: ints([]),
     )
 
 

@@ -179,7 +179,6 @@ def test_each_peer_is_a_policy_that_says_where_it_comes_from():
     assert needs("verl") == "nothing"
 
 
-@pytest.mark.slow
 def test_bakeoff(tmp_path):
     names = "rlhfless,elastic,rhymerl,streamrl,tailsieve,seer,laminar,rollpacker,april,oracle:lpt"
     arguments = ["--trace", "gsm8k", "--prompts-per-step", "24", "--policy", names, "--nodes", "8", "--seed", "3"]

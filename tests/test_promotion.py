@@ -294,7 +294,6 @@ def test_a_step_begins_on_larger_actors_where_these_do_better():
     assert run.records[1].plan.actors[0].tp == 2
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "preset", "gpus", "cap"),
     [

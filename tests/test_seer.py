@@ -9,8 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from backends import generation as backend
-from rlhfless.errors import InputError, PlanError
+from rlhfless.errors import InputError
 from rlhfless.scheduler.midstep import GenerationView, Migration
 from rlhfless.scheduler.migration import rule
 from rlhfless.scheduler.peers import ASSIGNMENTS
@@ -41,16 +40,12 @@ def seer(n=N, **fields):
 def seer_view(actors, ended=()):
     """A view of actors in the form of ACTOR; `ended`: (response, context) of those that have ended."""
     view = view_of(actors)
-    running, total = view.running, sum(len(a[1]) + len(a[2]) for a in actors)
+    total = sum(len(a[1]) + len(a[2]) for a in actors)
     column = np.zeros(-(-max([total, *(r + 1 for r, _ in ended)]) // N) * N, dtype=np.int64)
     for response, context in ended:
         column[response] = context
 
-    def queue(actor):
-        responses, contexts = view.unfinished(actor)
-        return responses[running[actor] :], contexts[running[actor] :]
-
-    return replace(view, queue=queue, ended=lambda: ints(column))
+    return replace(view, ended=lambda: ints(column))
 
 
 @given(ACTORS, st.floats(0, 0.01), st.lists(st.tuples(st.integers(0, 40), st.integers(1, 30)), max_size=5))
@@ -130,11 +125,6 @@ def test_a_running_response_moves_where_it_pays():
     assert seer().decide(seer_view(actors, [(5, 90)]))[0] == Migration(3, 0, 1)
     # and none moves to an actor with but one fewer
     assert seer().decide(seer_view([(3, [10, 20, 30], [], 0, 99), (5, [10, 10], [], 9, 99)])) == ()
-
-
-def test_real_engines_refuse_to_move_a_part():
-    with pytest.raises(PlanError, match="rule seer: these engines give up all of an actor's responses or none"):
-        backend.Generation(seer().spec, [], [], [], "0", None)
 
 
 def test_seer_by_name():

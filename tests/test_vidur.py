@@ -16,9 +16,11 @@ from rlhfless.errors import InfeasibleError, InputError
 from rlhfless.types.cluster import GPUS
 from rlhfless.types.profile import Profile
 from rlhfless.units import MS
+from sim.profiles import __main__ as profiles
 from sim.profiles import load, roofline, vidur, vidur_csv
 from sim.profiles.model import ModelShape
 from sim.profiles.registry import model_config, model_shape, models
+from tests.commands import call
 
 EXTRA = "this needs the extra: pip install 'rlhfless[vidur]'"
 GENERAL = vidur_csv.columns_of(vidur_csv.GENERAL)
@@ -212,7 +214,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Profile:
     return vidur.build(SHAPE, GPU, 2, folder_of(tmp_path_factory.mktemp("vidur")))
 
 
-@pytest.mark.slow
 def test_iterations_are_the_sum_of_their_parts(made: Profile) -> None:
     """What Vidur adds up, in ms a layer: nine operators, attention with its 10 %, two all-reduces with their launch."""
     gpu = GPUS[GPU]
@@ -231,7 +232,6 @@ def test_iterations_are_the_sum_of_their_parts(made: Profile) -> None:
     assert float(made.prefill_s(512)) / MS == pytest.approx(SHAPE.layers * layer_ms(512, 0.01 + pairs_ms), rel=0.02)
 
 
-@pytest.mark.slow
 def test_grid_ends_where_the_measurements_end(made: Profile) -> None:
     data = made.data
     assert (data.decode_batch[0], data.decode_batch[-1], data.max_slots) == (1, 16, 16)
@@ -244,7 +244,6 @@ def test_grid_ends_where_the_measurements_end(made: Profile) -> None:
     assert data.kv_capacity_tokens == roofline.build(SHAPE, GPU, 2).data.kv_capacity_tokens
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("limit", "message"),
     [
@@ -260,17 +259,14 @@ def test_nothing_is_guessed_beyond(limit: dict[str, int], message: str, tmp_path
         vidur.profile_of(found, None, **limit)
 
 
-@pytest.mark.slow
-def test_command_writes_a_profile_or_one_line(made: Profile, tmp_path: Path) -> None:
+def test_command_writes_a_profile_or_one_line(
+    made: Profile, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder, config = folder_of(tmp_path / "csv"), tmp_path / "llama-3-8b.json"
     config.write_bytes(model_config("llama-3-8b"))
     out = tmp_path / "profile.json"
-
-    def command(*arguments: object) -> subprocess.CompletedProcess[str]:
-        line = [sys.executable, "-m", "sim.profiles", "vidur", *map(str, arguments)]
-        return subprocess.run(line, capture_output=True, text=True, check=False, timeout=300)
-
-    done = command(folder, "--model", config, "--gpu", "h100", "--tp", 2, "--out", out)
+    line = [sys.executable, "-m", "sim.profiles", "vidur", folder, "--model", config, "--gpu", "h100", "--tp", "2"]
+    done = subprocess.run([*map(str, line), "--out", str(out)], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, f"{out}\n", "")
     assert load(str(out)).to_json() == made.to_json()  # the same bytes on every run
     out.unlink()
@@ -281,9 +277,9 @@ def test_command_writes_a_profile_or_one_line(made: Profile, tmp_path: Path) -> 
         ((folder / "no", "--model", "llama-3-8b", "--gpu", "h100"), "error: .*no: no such folder"),
         ((folder, "--model", "llama-3-8b", "--gpu", "h100", "--max-batch", 64), "error: batches up to 64: measured"),
     ):
-        done = command(*arguments, "--out", out)
-        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-        assert re.match(message, done.stderr), done.stderr
+        code, printed, err = call(profiles, ["vidur", *map(str, arguments), "--out", str(out)], capsys)
+        assert (code, printed, err.count("\n")) == (2, "", 1)
+        assert re.match(message, err), err
         assert not out.exists()
 
 
@@ -303,7 +299,6 @@ def test_public_measurements_are_read() -> None:
         vidur_csv.read(model_shape("llama-3-8b"), "a100_sxm", 2, public("vidur"))
 
 
-@pytest.mark.slow
 def test_public_measurements_lie_near_a_roofline_and_near_vidurs_simulator() -> None:
     pytest.importorskip("vidur.version", reason=EXTRA)
     from experiments import fidelity_vidur

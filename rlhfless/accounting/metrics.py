@@ -263,7 +263,7 @@ def generation_bounds(
     least_s = np.full(contexts.size, inf)
     for batch in range(1, profile.data.max_slots + 1):
         mean = (contexts + (batch - 1) * first) / batch
-        np.minimum(least_s, profile.decode_iteration_s(batch, mean), out=least_s)
+        np.minimum(least_s, _iteration_s(profile, batch, mean), out=least_s)
     until_s = np.concatenate([[0.0], np.cumsum(least_s)])
     start = prompts[:, None] - first
     prefill_s = float(profile.prefill_s(1))
@@ -283,13 +283,18 @@ def generation_bounds(
     return GenerationBounds(time_s=time_s, decode_gpu_s=max(tokens * at_mean_s + first_s, begin_s) * profile.data.tp)
 
 
+def _iteration_s(profile: Profile, batch: int, means: FloatArray) -> FloatArray:
+    """float[means]: as `Profile.decode_iteration_s`, which takes any batch, in a quarter of the time."""
+    return floats(np.interp(means, profile.data.decode_context, profile.row_s[batch]))
+
+
 def _least_token_s(profile: Profile, means: FloatArray, longest_prompt: int) -> FloatArray:
     """float[means]: g(m), the least seconds for a token when the mean context is m."""
     own = np.maximum(means - longest_prompt, 0.0)
-    least_s = profile.decode_iteration_s(1, means)
+    least_s = _iteration_s(profile, 1, means)
     for batch in range(2, profile.data.max_slots + 1):
         fits = batch * own <= profile.data.kv_capacity_tokens
-        least_s = np.where(fits, np.minimum(least_s, profile.decode_iteration_s(batch, means) / batch), least_s)
+        least_s = np.where(fits, np.minimum(least_s, _iteration_s(profile, batch, means) / batch), least_s)
     return least_s
 
 

@@ -10,6 +10,7 @@ of a shorter one, and prompts that change places in the row.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import reduce
 
 import numpy as np
 
@@ -142,32 +143,36 @@ class _Search:
         first = np.searchsorted(seats.offset, np.arange(self.end + 2)).tolist()
         kinds, tps, starts_s = seats.kind.tolist(), seats.tp.tolist(), seats.start_s.tolist()
         limits = self.limits[:, None, None]
+        of_kind = rests.of_kind
         least = np.full((self.limits.size, 1), np.inf)  # cost of the cheapest finished plan
         idle = 0  # offsets in a row at which no plan goes on
         for offset in range(self.end):
             here = cost[offset, :, :-1]
             goes_on = here + rests.at(first[offset]) < least
-            begins = np.flatnonzero(goes_on.any(axis=0))
+            begins = np.logical_or.reduce(goes_on, axis=0).nonzero()[0]
             idle = 0 if begins.size else idle + 1
             if idle > size:
                 break
             if not begins.size:
                 continue
-            on = np.flatnonzero(goes_on.any(axis=1))
+            on = np.logical_or.reduce(goes_on, axis=1).nonzero()[0]
             rows, low, high = slice(on[0], on[-1] + 1), int(begins[0]), int(begins[-1]) + 1
             here = np.where(goes_on[rows, low:high], here[rows, low:high], np.inf)
             target = cost[offset + 1, rows, low:high]
             passed = here < target
             np.copyto(target, here, where=passed)
             np.copyto(seat_of[offset + 1, rows, low:high], -1, where=passed)
-            here, within = here[:, :, None], limits[rows]
+            within = limits[rows]
             for seat in range(first[offset], first[offset + 1]):
                 kind, tp = kinds[seat], tps[seat]
+                if not (here + of_kind[kind][rows, low:high] < least[rows]).any():
+                    continue
                 begin_s = problem.begins_s[seat, low + 1 :]
-                total = here + tp * (self.work_s[kind, low:high, low + 1 :] + (begin_s + starts_s[seat]))
+                held_s = self.work_s[kind, low:high, low + 1 :] + (begin_s + starts_s[seat])
+                total = here[:, :, None] + tp * held_s
                 late = problem.ends_s[kind, low:high, low + 1 :] + begin_s > within
                 np.copyto(total, np.inf, where=late)
-                best = total.min(axis=1)
+                best = np.minimum.reduce(total, axis=1)
                 target = cost[offset + tp, rows, low + 1 :]
                 found = best < target
                 np.copyto(target, best, where=found)
@@ -207,39 +212,47 @@ class _Rests:
         held_s = problem.begins_s + seats.start_s[:, None]
         own = [seats.kind == kind for kind in kinds]
         self._tp = [int(seats.tp[at][0]) if at.any() else 0 for at in own]
-        self._before = [np.append(0, np.cumsum(at)).tolist() for at in own]
         # [seats of a kind, borders]: the least from one on
         self._begin_s = [np.minimum.accumulate(problem.begins_s[at][::-1])[::-1] for at in own]
         self._held_s = [np.minimum.accumulate(held_s[at][::-1])[::-1] for at in own]
         grain_s = STALE * float(problem.ends_s[:, 0, 1].min())
+        before = np.stack([np.append(0, np.cumsum(at)) for at in own], axis=1)
         worth = [held[:, -1] + begin[:, -1] for held, begin in zip(self._held_s, self._begin_s, strict=True)]
-        self._level = [[*np.floor(each / grain_s).tolist(), -1.0] for each in worth]
-        self._at: list[float] = []
-        self._rest = np.empty(0)
+        level = [np.append(np.floor(each / grain_s), -1.0)[before[:, kind]] for kind, each in enumerate(worth)]
+        # [seats + 1]: the next seat of each kind, and what it is worth
+        self._next, self._level = before.tolist(), np.stack(level, axis=1).tolist()
+        costs = self._costs(self._next[0])
+        self._at, self._rest = self._level[0], _rest(costs)
+        self.of_kind = [(each + self._rest).min(axis=1).T for each in costs]
+        """For each kind float[limits, borders - 1]: what is left costs no less if the next actor is of it."""
 
     def at(self, seat: int) -> FloatArray:
         """float[limits, borders - 1]: from each border on, on the seats from `seat` on; infinite where not even that
         ends in time. What was found for an earlier seat is given while that is hardly less."""
-        at = [before[seat] for before in self._before]
-        now = [level[place] for level, place in zip(self._level, at, strict=True)]
-        if now != self._at:
-            self._at, self._rest = now, self._least(at)
-        return self._rest
+        if self._level[seat] != self._at:
+            self._at, self._rest = self._level[seat], _rest(self._costs(self._next[seat]))
+        return self._rest.T[:, :-1]
 
-    def _least(self, now: list[int]) -> FloatArray:
-        problem, limits = self._problem, self._limits
-        last = problem.kv_bytes.size - 1
-        least = np.full((limits.size, last, last + 1), np.inf)
+    def _costs(self, now: list[int]) -> list[FloatArray]:
+        """float[borders - 1, borders, limits] each: cost of each group, infinite where it is late."""
+        problem, costs = self._problem, []
         for kind, at in enumerate(now):
-            if at == len(self._begin_s[kind]):
-                continue
-            cost = self._tp[kind] * (self._work_s[kind, :-1] + self._held_s[kind][at])
-            late = problem.ends_s[kind, :-1] + self._begin_s[kind][at] > limits[:, None, None]
-            np.minimum(least, np.where(late, np.inf, cost), out=least)
-        rest = np.zeros((limits.size, last + 1))
-        for border in range(last - 1, -1, -1):
-            rest[:, border] = (least[:, border, border + 1 :] + rest[:, border + 1 :]).min(axis=1)
-        return rest[:, :-1]
+            cost = np.full((*problem.ends_s[kind, :-1].shape, self._limits.size), np.inf)
+            if at < len(self._begin_s[kind]):
+                held = self._tp[kind] * (self._work_s[kind, :-1] + self._held_s[kind][at])
+                late = (problem.ends_s[kind, :-1] + self._begin_s[kind][at])[:, :, None] > self._limits
+                cost = np.where(late, np.inf, held[:, :, None])
+            costs.append(cost)
+        return costs
+
+
+def _rest(costs: list[FloatArray]) -> FloatArray:
+    """float[borders, limits]: the least that is left from each border on, by `_Rests._costs`."""
+    least = reduce(np.minimum, costs)
+    rest = np.zeros(least.shape[1:])
+    for border in range(least.shape[0] - 1, -1, -1):
+        np.minimum.reduce(least[border, border + 1 :] + rest[border + 1 :], axis=0, out=rest[border])
+    return rest
 
 
 def path_of(problem: Problem, groups: Groups) -> Path:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rlhfless.scheduler.estimate import KV_SHARE, DecodeModel, running_sum
+from rlhfless.scheduler.estimate import KV_SHARE, DecodeModel
 from rlhfless.scheduler.spread import Spread
 from rlhfless.types.arrays import BoolArray, FloatArray, IntArray
 
@@ -136,9 +136,9 @@ class GroupTimes:
 
 
 def group_times(
-    model: DecodeModel, crowd: Crowd, chance: float, release: float = RELEASE, neighbours: bool = False
-) -> GroupTimes:
-    """All groups on actors of one size, without prefill; of `neighbours` only those from one border to the next.
+    models: Sequence[DecodeModel], crowd: Crowd, chance: float, release: float = RELEASE, neighbours: bool = False
+) -> list[GroupTimes]:
+    """All groups on actors of each size, without prefill; of `neighbours` only those from one border to the next.
     `release`: share of a group's responses after which the last ones are moved away.
 
     `chance`: that the whole step has ended in the time of its slowest group. A group's own chance of ending by `ends_s`
@@ -147,41 +147,85 @@ def group_times(
     Where a group's KV or responses exceed the actor at any length, responses queue, and its time is that of
     `estimate.group_times` for queues, where what is last admitted takes the place of rounds.
     """
-    data = model.profile.data
     begin, end = np.triu_indices(crowd.borders.size, 1)
     if neighbours:
         begin, end = np.arange(crowd.borders.size - 1), np.arange(1, crowd.borders.size)
-    alive = crowd.alive[end] - crowd.alive[begin]
-    runs = -np.expm1(crowd.none[end] - crowd.none[begin])
+    none = crowd.none[end] - crowd.none[begin]
+    runs = -np.expm1(none)
     np.maximum(runs, 1e-12, out=runs)
-    alive = np.maximum(alive, runs)
-    context = (crowd.context[end] - crowd.context[begin]) / alive + crowd.middle
+    alive = np.maximum(crowd.alive[end] - crowd.alive[begin], runs)
     responses = crowd.responses[end] - crowd.responses[begin]
-    batch = np.clip(np.rint(alive / runs), 1, data.max_slots).astype(np.int64)
-    seconds = model.iteration_s(batch, context) * crowd.width
-    kv = crowd.held[end] - crowd.held[begin] + alive * crowd.middle
     level = 1.0 - chance ** _risk(crowd, chance, begin, end)
-    ends = _until(runs, level, seconds)
-    works = (seconds * runs).sum(axis=1)
     left: FloatArray = np.asarray((1.0 - release) * responses, dtype=np.float64)
-    cut = np.minimum(_until(alive, left, seconds), works)
-    later = np.where(alive <= left[:, None], alive, 0.0)
+    groups = _Groups(
+        begin=begin,
+        end=end,
+        responses=responses,
+        level=level,
+        left=left,
+        alive=alive,
+        runs=runs,
+        none=none,
+        context=(crowd.context[end] - crowd.context[begin]) / alive + crowd.middle,
+        kv=crowd.held[end] - crowd.held[begin] + alive * crowd.middle,
+        batch=np.rint(alive / runs),
+        later=np.where(alive <= left[:, None], alive, 0.0),
+        ends=_Fall.of(runs, level),
+        cut=_Fall.of(alive, left),
+    )
+    return [_on(model, crowd, groups, neighbours) for model in models]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Groups:
+    """What is the same on actors of every size; columns [groups] or [groups, cells]."""
+
+    begin: IntArray
+    """First border."""
+    end: IntArray
+    """Last border."""
+    responses: IntArray
+    """Their number."""
+    level: FloatArray
+    """Chance of not having ended by `GroupTimes.ends_s`."""
+    left: FloatArray
+    """Responses that run when the last ones are moved."""
+    alive: FloatArray
+    """Expected responses that run."""
+    runs: FloatArray
+    """Chance that any does."""
+    none: FloatArray
+    """Logarithm of the chance that none does."""
+    context: FloatArray
+    """Mean context of those that run."""
+    kv: FloatArray
+    """Tokens of KV that they hold."""
+    batch: FloatArray
+    """How many run if any does."""
+    later: FloatArray
+    """Responses that others have taken."""
+    ends: "_Fall"
+    """Of `runs` to `level`."""
+    cut: "_Fall"
+    """Of `alive` to `left`."""
+
+
+def _on(model: DecodeModel, crowd: Crowd, groups: _Groups, neighbours: bool) -> GroupTimes:
+    """The groups on actors of one size."""
+    data, begin, end, context = model.profile.data, groups.begin, groups.end, groups.context
+    batch = np.clip(groups.batch, 1, data.max_slots).astype(np.int64)
+    seconds = model.iteration_s(batch, context) * crowd.width
+    ends = groups.ends.seconds(seconds)
+    works = (seconds * groups.runs).sum(axis=1)
+    cut = np.minimum(groups.cut.seconds(seconds), works)
     # those who take them are about as full as the group was when it was cut
-    fuller = np.minimum(batch + np.rint(left)[:, None].astype(np.int64), data.max_slots - 1)
+    fuller = np.minimum(batch + np.rint(groups.left)[:, None].astype(np.int64), data.max_slots - 1)
     slower = model.iteration_s(fuller + 1, context) - model.iteration_s(np.maximum(fuller, 1), context)
-    moved = MOVES * (later * slower * crowd.width).sum(axis=1)
-    queue = (responses > data.max_slots) | (kv.max(axis=1) > data.kv_capacity_tokens)
+    moved = MOVES * (groups.later * slower * crowd.width).sum(axis=1)
+    queue = (groups.responses > data.max_slots) | (groups.kv.max(axis=1) > data.kv_capacity_tokens)
     at_s = np.cumsum(seconds, axis=1) - seconds / 2
     if queue.any():
-        group = _Queue(
-            alive=alive[queue],
-            context=context[queue],
-            kv=kv[queue],
-            none=crowd.none[end[queue]] - crowd.none[begin[queue]],
-            level=level[queue],
-            responses=responses[queue],
-        )
-        slow = _queued(model, crowd, group)
+        slow = _queued(model, crowd, groups, queue)
         at_s[queue] *= (slow / np.maximum(ends[queue], 1e-12))[:, None]
         ends[queue] = works[queue] = cut[queue] = slow  # an actor is held until its last response has ended
         moved[queue] = 0.0
@@ -200,7 +244,7 @@ def group_times(
         moved_s=tables[3],
         row=row,
         at_s=at_s,
-        none=crowd.none[end] - crowd.none[begin],
+        none=groups.none,
     )
 
 
@@ -230,52 +274,53 @@ def _risk(crowd: Crowd, chance: float, begin: IntArray, end: IntArray) -> FloatA
     return risk
 
 
-def _until(falling: FloatArray, level: FloatArray | float, seconds: FloatArray) -> FloatArray:
-    """float[groups]: seconds until a column [groups, cells] that falls along the cells has come down to `level`."""
-    least = np.broadcast_to(np.asarray(level, dtype=np.float64), (falling.shape[0],))
-    above: BoolArray = falling > least[:, None]
-    cells = above.sum(axis=1)
-    done = np.concatenate([np.zeros((falling.shape[0], 1)), np.cumsum(seconds, axis=1)], axis=1)
-    rows = np.arange(falling.shape[0])
-    last, following = np.maximum(cells - 1, 0), np.minimum(cells, falling.shape[1] - 1)
-    high, low = falling[rows, last], falling[rows, following]
-    share = np.where(high > low, np.clip((high - least) / np.maximum(high - low, 1e-300), 0.0, 1.0), 1.0)
-    half = seconds[rows, last] / 2
-    until = done[rows, cells] - half + share * (half + seconds[rows, following] / 2)
-    reached: FloatArray = np.where(cells > 0, np.minimum(until, done[:, -1]), 0.0)
-    return reached
+@dataclass(frozen=True, slots=True)
+class _Fall:
+    """Where columns [groups, cells] that fall along the cells have come down to a level."""
+
+    cells: IntArray
+    """int[groups]: cells above it."""
+    share: FloatArray
+    """float[groups]: part of the way from the middle of the last of them to that of the next."""
+
+    @classmethod
+    def of(cls, falling: FloatArray, level: FloatArray) -> "_Fall":
+        """`level`: float[groups]."""
+        above: BoolArray = falling > level[:, None]
+        cells = above.sum(axis=1)
+        rows = np.arange(falling.shape[0])
+        high, low = falling[rows, np.maximum(cells - 1, 0)], falling[rows, np.minimum(cells, falling.shape[1] - 1)]
+        share = np.where(high > low, np.clip((high - level) / np.maximum(high - low, 1e-300), 0.0, 1.0), 1.0)
+        return cls(cells, share)
+
+    def seconds(self, each: FloatArray) -> FloatArray:
+        """float[groups]: seconds until there, from those of each cell, float[groups, cells]."""
+        cells, rows = self.cells, np.arange(each.shape[0])
+        done = np.concatenate([np.zeros((each.shape[0], 1)), np.cumsum(each, axis=1)], axis=1)
+        half, following = each[rows, np.maximum(cells - 1, 0)] / 2, np.minimum(cells, each.shape[1] - 1)
+        until = done[rows, cells] - half + self.share * (half + each[rows, following] / 2)
+        reached: FloatArray = np.where(cells > 0, np.minimum(until, done[:, -1]), 0.0)
+        return reached
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Queue:
-    """Groups whose responses queue; columns [groups] or [groups, cells] as in `group_times`."""
-
-    alive: FloatArray
-    context: FloatArray
-    kv: FloatArray
-    none: FloatArray
-    level: FloatArray
-    responses: IntArray
-
-
-def _queued(model: DecodeModel, crowd: Crowd, group: _Queue) -> FloatArray:
+def _queued(model: DecodeModel, crowd: Crowd, groups: _Groups, queue: BoolArray) -> FloatArray:
     """float[groups]: seconds by which groups whose responses queue have ended with the chance asked for.
 
     The last to be admitted waits until as many have ended as could not begin at once, and is then as long as the
     longest of those that had to wait.
     """
-    data, alive = model.profile.data, group.alive
+    data, alive, none, level = model.profile.data, groups.alive[queue], groups.none[queue], groups.level[queue]
     tokens = alive @ crowd.width
     squares = 2.0 * ((alive * crowd.middle) @ crowd.width)
-    prompts = (group.kv - alive * crowd.middle) @ crowd.width
+    prompts = (groups.kv[queue] - alive * crowd.middle) @ crowd.width
     at_once = np.clip(data.kv_capacity_tokens * tokens / (prompts + KV_SHARE * squares), 1.0, data.max_slots)
-    context_tokens = ((group.context * alive) @ crowd.width) / tokens
+    context_tokens = ((groups.context[queue] * alive) @ crowd.width) / tokens
     even = tokens / at_once
-    late = np.maximum(1.0 - at_once / group.responses, 0.0)  # share that cannot begin at once
+    late = np.maximum(1.0 - at_once / groups.responses[queue], 0.0)  # share that cannot begin at once
     width = np.broadcast_to(crowd.width, alive.shape)
-    waits = np.maximum(_until(alive, at_once, width), even * late)
-    last = _until(-np.expm1(group.none * late[:, None]), group.level, width)
-    longest = np.maximum(_until(-np.expm1(group.none), group.level, width), waits + last)
+    waits = np.maximum(_Fall.of(alive, at_once).seconds(width), even * late)
+    last = _Fall.of(-np.expm1(none * late[:, None]), level).seconds(width)
+    longest = np.maximum(_Fall.of(-np.expm1(none), level).seconds(width), waits + last)
     most = np.maximum(even, longest)
     return np.asarray(QUEUEING * most * model.profile.decode_iteration_s(tokens / most, context_tokens))
 
@@ -288,15 +333,3 @@ def _monotone(table: FloatArray) -> None:
     inside = np.maximum.accumulate(inside[::-1], axis=0)[::-1]
     upper = np.triu_indices(size, 1)
     table[upper] = inside[upper]
-
-
-def pair_sums(values: FloatArray) -> FloatArray:
-    """float[borders, borders]: sums between two borders of running sums at the borders."""
-    sums: FloatArray = np.maximum(values[None, :] - values[:, None], 0.0)
-    return sums
-
-
-def at_borders(values: FloatArray, borders: IntArray) -> FloatArray:
-    """float[borders]: running sum of a column [prompts] at the borders."""
-    total: FloatArray = running_sum(values)[borders]
-    return total

@@ -48,12 +48,11 @@ class GenerationView:
     unfinished: Callable[[int], tuple[IntArray, IntArray]]
     """The unfinished responses of an actor: numbers, and tokens of context (prompt and generated so far). Called only
     for actors that may be cut, since it costs more than the columns."""
-
-    queue: Callable[[int], tuple[IntArray, IntArray]] | None = None
+    queue: Callable[[int], tuple[IntArray, IntArray]]
     """The responses of an actor that wait for a slot, in order of admission: numbers, and tokens of context; those on
-    their way to it are not among them. None where the executor moves all of an actor's responses or none."""
-    ended: Callable[[], IntArray] | None = None
-    """int[responses]: context at which each response has ended, 0 for those that have not; None likewise."""
+    their way to it are not among them."""
+    ended: Callable[[], IntArray]
+    """int[responses]: context at which each response has ended, 0 for those that have not."""
 
     @property
     def alive(self) -> BoolArray:

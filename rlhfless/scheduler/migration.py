@@ -140,8 +140,6 @@ _WEIGHING: dict[str, Callable[[float, ElasticTerms], MigrationRule]] = {
     SEER: lambda value, terms: Seer(_whole(SEER, value), terms),
 }
 """Rules that need terms."""
-PARTING = (SEER,)
-"""Rules that move a part of an actor's responses while it goes on."""
 
 
 def rule(spec: MigrationSpec) -> MigrationRule:

@@ -161,7 +161,7 @@ class Step:
         return paths[chosen], frontier.table_of(paths, goal, chosen)
 
     def _times(self, row: crowd.Crowd) -> list[crowd.GroupTimes]:
-        return [crowd.group_times(seat.model, row, self.chance) for seat in self.seats]
+        return crowd.group_times([seat.model for seat in self.seats], row, self.chance)
 
     def _equal_borders(self) -> IntArray:
         """int[actors + 1]: where the paper's groups begin, and the end."""
@@ -172,8 +172,8 @@ class Step:
         """The paper's plan: equal groups, cut at tau, its processes warm. `row` has their borders."""
         actors, tp = self.equal
         kind = next(number for number, seat in enumerate(self.seats) if seat.at.gpus.shape[1] == tp)
-        times = crowd.group_times(self.seats[kind].model, row, self.chance, self.tau, neighbours=True)
-        problem = self._problem(row, [times] * len(self.seats), order, replace(option, late_s=0.0), seats)
+        times = crowd.group_times([self.seats[kind].model], row, self.chance, self.tau, neighbours=True)
+        problem = self._problem(row, times * len(self.seats), order, replace(option, late_s=0.0), seats)
         own = np.flatnonzero(seats.kind == kind)[:actors].tolist()
         ready_s, start_s = seats.ready_s.copy(), seats.start_s.copy()
         ready_s[own] = self.seats[kind].routes.weights_s[:actors]

@@ -155,8 +155,9 @@ class Planner(Grounds):
         network = self.cluster.hosts[0].network
         longest = int(workload.prompt_tokens.max()), workload.max_response_tokens
         larger = [seat for seat in site.seats if seat[0].profile.fits(*longest)]
-        found = []
-        for seat in ((self._model, site.positions, site.routes), *reversed(larger)):
+        best: tuple[width.Width, Seat] | None = None
+        # the largest first: nothing can be in reserve for them, and what they come to spares others the search
+        for seat in (*larger, (self._model, site.positions, site.routes)):
             model, at, _ = seat
             beliefs = self._beliefs(work, workload, prefill, prefill_s, site, seat=seat)
             if self._starts.waking:
@@ -170,15 +171,16 @@ class Planner(Grounds):
             candidates = scaling.ladder(min(max(least, self._least), most), most, width.CANDIDATES)
             tp = model.profile.data.tp
             reserves = self._reserves([each for each in larger if each[0].profile.data.tp > tp], beliefs, at, site)
-            found.append(
-                (width.choose(beliefs, drawn, workload.prompt_tokens, candidates, goal, reserves, network), seat)
-            )
-        wide, seat = min(found, key=lambda each: each[0].score)
-        model, at, _ = seat
+            limit = best[0].score if best else np.inf
+            wide = width.choose(beliefs, drawn, workload.prompt_tokens, candidates, goal, reserves, network, limit)
+            if wide is not None and wide.score <= limit:  # of equals, the smallest
+                best = wide, seat
+        assert best is not None
+        wide, (model, at, _) = best
         shares = assignment.dealt(lengths, n, wide.actors)
         tokens = [int(column.sum()) for column in self._own_prefill(workload, prefixes, prefill, shares)]
         work, starts, ends = split_work(shares, expected, workload.prompt_tokens, n)
-        dealt = self._beliefs(work, workload, prefill, prefill_s, site, seat=seat)
+        dealt = self._beliefs(work, workload, prefill, prefill_s, site, seat=best[1])
         estimate = dealt.estimate(group_times(model, work, starts, ends, tokens), starts, ends)
         later = () if wide.reserve is None else (wide.reserve.gpus,)
         none = np.zeros(len(later))

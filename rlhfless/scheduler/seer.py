@@ -53,7 +53,6 @@ class Seer:
     def decide(self, view: GenerationView) -> tuple[Migration, ...]:
         """See `MigrationRule`."""
         unfinished = view.running + view.waiting
-        assert view.queue is not None, "executors that cannot move a part of an actor's responses refuse this rule"
         alive = unfinished[unfinished > 0]
         if not self.triggered(view.assigned, view.finished, unfinished):
             return ()
@@ -69,13 +68,11 @@ class Seer:
 
     def _longest(self, view: GenerationView) -> FloatArray:
         """float[groups]: largest context at which a response of each has ended, tokens; infinite where none has."""
-        assert view.ended is not None
         longest = view.ended().reshape(-1, self.n).max(axis=1)
         return np.where(longest > 0, longest, np.inf)
 
     def _waiting(self, view: GenerationView, unfinished: IntArray, longest: FloatArray, room: Room) -> list[Migration]:
         """What waits, in order of admission: to open slots of others, else to its place in its own queue."""
-        assert view.queue is not None
         queues = {actor: view.queue(actor) for actor in np.flatnonzero(view.waiting).tolist()}
         waiting = [
             (response, context, source)
