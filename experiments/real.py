@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from backends.environment import prepare
+from backends.environment import prepare, require
 from backends.ray_config import RayConfig
 from backends.ray_executor import RayExecutor
 from backends.tiny import make_tiny
@@ -149,6 +149,8 @@ def open_bench(
     Raises InputError for what is missing or does not fit together.
     """
     prepare(config.engine.device)  # before anything imports transformers
+    if engines and config.kv.transport == "nixl":
+        require("nixl")
     cluster = config.cluster.cluster
     model = model_folder(config, folder, engines)
     tokenizer = load_tokenizer(model) if Path(model).is_dir() else Words()

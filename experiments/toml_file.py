@@ -5,7 +5,7 @@ import tomllib
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from types import UnionType
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -47,6 +47,9 @@ def _check_keys(content: dict[str, Any], kind: type[Any], path: Path, above: str
             if each.default is MISSING and each.default_factory is MISSING:
                 raise InputError(f"{path}: {above}{name} is missing")
             continue
+        values = [value for part in _parts(types[name]) if get_origin(part) is Literal for value in get_args(part)]
+        if values and isinstance(content[name], str) and content[name] not in values:
+            raise InputError(f"{path}: {above}{name}: {content[name]!r} is unknown; known are {', '.join(values)}")
         inner = next((part for part in _parts(types[name]) if is_dataclass(part)), None)
         if isinstance(inner, type) and isinstance(content[name], dict):
             _check_keys(content[name], inner, path, f"{above}{name}.")

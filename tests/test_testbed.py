@@ -72,7 +72,7 @@ def test_gpu_example_is_the_testbed_of_the_paper() -> None:
         (lambda text: text.replace("max_slots = 16", 'max_slots = "16"'), "engine.max_slots: expected `int`, got"),
         (lambda text: text.replace("gpus = 2", "gpus = 2.5", 1), "cluster.gpus: expected `int`, got `float`"),
         (lambda text: text.replace("gpus = 2", "gpus = 0", 1), "cluster.gpus: 0 must be at least 1"),
-        (lambda text: text.replace('device = "cpu"', 'device = "tpu"'), "engine.device: invalid enum value 'tpu'"),
+        (lambda text: text.replace('"cpu"', '"tpu"'), "engine.device: 'tpu' is unknown; known are cpu, cuda"),
         (lambda text: text.replace('policy = "rlhfless"', 'policy = "best"'), "planner.policy: unknown policy 'best'"),
         (lambda text: text.replace('policy = "rlhfless"', 'policy = "oracle:dp"'), "planner.policy: 'oracle:dp'"),
         (lambda text: text.replace('policy = "rlhfless"', "tau = 0.0"), "planner.tau: 0.0 must be above 0"),
