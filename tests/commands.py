@@ -18,6 +18,16 @@ def call(command: Any, arguments: list[str], capsys: pytest.CaptureFixture[str])
     return int(str(end.value.code)), out, err
 
 
+def refused(command: Any, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """The line with which a command ends that refuses its input."""
+    code, printed, err = call(command, arguments, capsys)
+    assert code == 2
+    assert printed == ""
+    assert err.count("\n") == 1
+    assert err.startswith("error: ")
+    return err.removeprefix("error: ")
+
+
 def edited(example: Path, folder: Path, **values: str) -> Path:
     """A configuration file with other values, by key, in `folder`; the first key of that name in the file counts."""
     text = example.read_text()

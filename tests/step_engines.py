@@ -86,6 +86,15 @@ def _serve(pipe: Connection, built: EngineConfig | None) -> None:
             engine.close()
 
 
+def alone(function: Callable[..., Any], *args: Any) -> Any:
+    """What a function returns in a process of its own, which ends well."""
+    child = Child()
+    try:
+        return child(function, *args)
+    finally:
+        assert child.close() == 0
+
+
 def make_model(folder: Path, seed: int) -> Path:
     """A tiny model, in a process that has PyTorch."""
     from backends.tiny import make_tiny

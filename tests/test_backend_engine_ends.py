@@ -16,7 +16,7 @@ from backends.engine import StepEngine
 from backends.engine_types import EngineError, Request
 from backends.environment import engine_env, require
 from rlhfless.errors import InfeasibleError, InputError
-from tests.step_engines import WAIT_S, Child, config, real, requests
+from tests.step_engines import WAIT_S, alone, config, real, requests
 
 pytestmark = pytest.mark.slow
 
@@ -84,16 +84,11 @@ def _break(folder: Path) -> dict[str, Any]:
 
 @real
 def test_an_error_in_the_engines_thread_reaches_every_caller(tiny_model: Path) -> None:
-    child = Child()
-    try:
-        seen = child(_break, tiny_model)
-    finally:
-        code = child.close()
+    seen = alone(_break, tiny_model)
     assert seen["polled"] == [0, 1, 2]  # what had ended before is handed over first
     assert seen["told"] == [f"engine of {tiny_model} failed: RuntimeError: the device is gone"] * 9
     assert seen["saved"] == {9: 4}
     assert seen["left"] == []
-    assert code == 0
 
 
 def _close_in_mid_step(folder: Path) -> tuple[list[str], list[str]]:
@@ -122,17 +117,12 @@ def _close_in_mid_step(folder: Path) -> tuple[list[str], list[str]]:
 
 @real
 def test_close_leaves_nothing_behind(tiny_model: Path) -> None:
-    child = Child()
-    try:
-        told, left = child(_close_in_mid_step, tiny_model)
-    finally:
-        code = child.close()
+    told, left = alone(_close_in_mid_step, tiny_model)
     assert "no_such_method failed: " in told[0]
     assert "response 1: " in told[1]
     assert "vocabulary" in told[1]
     assert told[2] == f"engine of {tiny_model} is closed"
     assert left == []
-    assert code == 0
 
 
 def _unbuildable(folder: Path) -> str:
@@ -145,11 +135,7 @@ def _unbuildable(folder: Path) -> str:
 
 @real
 def test_an_engine_that_cannot_be_built_says_why(tiny_model: Path) -> None:
-    child = Child()
-    try:
-        told = child(_unbuildable, tiny_model)
-    finally:
-        child.close()
+    told = alone(_unbuildable, tiny_model)
     assert told.startswith(f"engine of {tiny_model} cannot be built: ")
     assert "KV cache" in told
     assert "\n" not in told

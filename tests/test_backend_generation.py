@@ -253,6 +253,27 @@ RULES = [
 ]
 
 
+def check_delivered(world: World, generation: Generation, deadliness: float) -> None:
+    """Every response once, with the tokens that it would have anywhere, and nothing left behind."""
+    assert generation.left == 0
+    assert generation._assigned.tolist() == generation._finished.tolist()
+    assert not any([*generation._owned, *generation._at])
+    assert not any(actor.parting for actor in generation.actors)
+    for request, response in zip(world.requests, generation.responses, strict=True):
+        first = len(request.token_ids)
+        expected = [token(request.seed, first + at) for at in range(request.max_tokens)]
+        assert response.tokens == expected
+        assert response.logprobs == [-float(each) for each in expected]
+        assert response.version == VERSION
+    assert not any(engine.live for engine in world.engines.values())
+    ends = [end for _, end in world.ended]
+    assert ends.count("dead") == generation.failures
+    if not deadliness:
+        assert generation.generated_tokens == sum(request.max_tokens for request in world.requests)
+        assert ends.count("cut") == generation.cuts
+        assert len(set(world.ended)) == len(world.ended)
+
+
 @settings(max_examples=400, deadline=None)
 @given(
     seed=st.integers(0, 1 << 30),
@@ -267,22 +288,7 @@ def test_every_response_is_delivered_once(
 ) -> None:
     world = World(random.Random(seed), rule, min(actors, responses), responses, slots)
     generation = play(world, deadliness)
-    assert generation.left == 0
-    assert generation._assigned.tolist() == generation._finished.tolist()
-    assert not any([*generation._owned, *generation._at])
-    for request, response in zip(world.requests, generation.responses, strict=True):
-        first = len(request.token_ids)
-        expected = [token(request.seed, first + at) for at in range(request.max_tokens)]
-        assert response.tokens == expected
-        assert response.logprobs == [-float(each) for each in expected]
-        assert response.version == VERSION
-    ends = [end for _, end in world.ended]
-    assert ends.count("dead") == generation.failures
-    assert not any(engine.live for engine in world.engines.values())
-    if not deadliness:
-        assert ends.count("cut") == generation.cuts
-        assert generation.generated_tokens == sum(request.max_tokens for request in world.requests)
-        assert len(set(world.ended)) == len(world.ended)
+    check_delivered(world, generation, deadliness)
     if rule is None and not deadliness:
         assert not any(generation.moves)
 
@@ -326,10 +332,7 @@ def test_a_reserve_delivers_once_as_well(
 ) -> None:
     world = World(random.Random(seed), reserving(actors, reserve), actors, responses, 12, reserve)
     generation = play(world, deadliness)
-    assert generation.left == 0
-    for request, response in zip(world.requests, generation.responses, strict=True):
-        first = len(request.token_ids)
-        assert response.tokens == [token(request.seed, first + at) for at in range(request.max_tokens)]
+    check_delivered(world, generation, deadliness)
     assert set(world.asked) <= set(range(actors, actors + reserve))
     assert {generation.actor_of[number] for number in range(responses)} <= {*range(actors), *world.asked}
 

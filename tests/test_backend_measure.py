@@ -23,7 +23,7 @@ from backends.redis_server import RedisServer
 from rlhfless.errors import InputError
 from rlhfless.types.profile import Profile
 from tests.profiles import tiny_profile
-from tests.step_engines import Child, config, gather, real
+from tests.step_engines import Child, alone, config, gather, real
 
 GRID = Grid(batches=(1, 2, 8), contexts=(16, 64, 200), max_batched_tokens=256)
 
@@ -219,11 +219,7 @@ def test_a_measured_profile_is_an_ordinary_one_and_predicts_a_run(tiny_model: Pa
     options = {"model": str(tiny_model), "out": str(out), "batches": "1,2,4,8", "contexts": "16,64,200"}
     options |= {"limit-s": "20", "kv-cache-bytes": str(32 << 20)}
     arguments = [f"--{name}={value}" for name, value in options.items()]
-    child = Child()
-    try:
-        child(_command, arguments, stdout)
-    finally:
-        assert child.close() == 0
+    alone(_command, arguments, stdout)
 
     profile = Profile.read(out)
     data = profile.data
@@ -283,11 +279,7 @@ def _too_little_kv(folder: Path) -> list[str]:
 @pytest.mark.slow
 @real
 def test_an_engine_without_room_for_the_grid_is_named(tiny_model: Path) -> None:
-    child = Child()
-    try:
-        told = child(_too_little_kv, tiny_model)
-    finally:
-        assert child.close() == 0
+    told = alone(_too_little_kv, tiny_model)
     assert len(told) == 1
     assert "KV cache of 736 tokens holds only 2 of the decode points" in told[0]
 

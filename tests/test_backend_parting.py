@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 
 from backends import vllm_actor
 from backends.engine_types import EngineCounters, Finished, Partial, Request
-from backends.generation import Generation
 from backends.vllm_actor import NOTHING
 from rlhfless.scheduler.midstep import Migration
 from rlhfless.types.plan import MigrationSpec
-from tests.test_backend_generation import VERSION, Engine, World, play, token
+from tests.test_backend_generation import VERSION, Engine, World, check_delivered, play
 from tests.test_seer import Anything, seer
 
 SIZES = {
@@ -26,27 +25,6 @@ SIZES = {
     "slots": st.integers(1, 12),
     "deadliness": st.sampled_from([0.0, 0.0, 0.02, 0.2]),
 }
-
-
-def check_delivered(world: World, generation: Generation, deadliness: float) -> None:
-    """Every response once, with the tokens that it would have anywhere, and nothing left behind."""
-    assert generation.left == 0
-    assert generation._assigned.tolist() == generation._finished.tolist()
-    assert not any([*generation._owned, *generation._at])
-    assert not any(actor.parting for actor in generation.actors)
-    for request, response in zip(world.requests, generation.responses, strict=True):
-        first = len(request.token_ids)
-        expected = [token(request.seed, first + at) for at in range(request.max_tokens)]
-        assert response.tokens == expected
-        assert response.logprobs == [-float(each) for each in expected]
-        assert response.version == VERSION
-    assert not any(engine.live for engine in world.engines.values())
-    ends = [end for _, end in world.ended]
-    assert ends.count("dead") == generation.failures
-    if not deadliness:
-        assert generation.generated_tokens == sum(request.max_tokens for request in world.requests)
-        assert ends.count("cut") == generation.cuts
-        assert len(set(world.ended)) == len(world.ended)
 
 
 @settings(max_examples=100, deadline=None)

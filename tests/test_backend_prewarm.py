@@ -25,7 +25,6 @@ from rlhfless.errors import InputError
 from rlhfless.types.plan import Plan, Prewarm
 from tests import step_engines
 from tests.ray_steps import plan, real, workload
-from tests.step_engines import Child
 
 LONG_S = 1e6
 """Further ahead than any test lasts."""
@@ -322,13 +321,9 @@ def _moved(config: Any) -> dict[str, Any]:
 @real
 def test_a_moved_response_is_computed_again_over_a_link_that_is_slow(tiny_model: Path) -> None:
     """On a real engine: the same tokens either way."""
-    child = Child()
     with RedisServer() as redis:
         config = step_engines.config(tiny_model, kv_connector=redis_config(redis.url, "run"))
-        try:
-            found = child(_moved, config)
-        finally:
-            assert child.close() == 0
+        found = step_engines.alone(_moved, config)
     tokens, counts = found["first"]
     assert counts == [0, 0, 0]
     block_bytes = found["fetched"][1][2] / 10

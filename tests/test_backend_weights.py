@@ -21,7 +21,7 @@ from backends.weight_sync import (
     require_version,
 )
 from rlhfless.errors import InputError
-from tests.step_engines import PROMPTS, Child, config, gather, make_model, real, reference, requests
+from tests.step_engines import PROMPTS, Child, alone, config, gather, make_model, real, reference, requests
 
 TOKENS = 24
 """Generated of each prompt: enough to tell models apart, few enough for transformers without a cache."""
@@ -256,11 +256,7 @@ def _fail_in_mid_load(folder: Path, published: Published, how: str) -> list[str]
 @pytest.mark.parametrize("how", ["gone", "submitted", "interrupted"])
 def test_a_half_loaded_engine_is_of_no_use_to_anyone(models: Models, tmp_path: Path, how: str) -> None:
     """The file goes between check and load; a response slips in; the caller is interrupted."""
-    child = Child()
-    try:
-        told = child(_fail_in_mid_load, models.base, _copy(models.published["v2"], tmp_path / "v2"), how)
-    finally:
-        assert child.close() == 0
+    told = alone(_fail_in_mid_load, models.base, _copy(models.published["v2"], tmp_path / "v2"), how)
     if how == "interrupted":
         assert told[0] == "KeyboardInterrupt: "
     else:

@@ -18,7 +18,7 @@ from experiments.train_log import Log, held_out_error, read_rows
 from experiments.train_plot import train_figure
 from rlhfless.errors import InputError, SchemaError
 from rlhfless.rng import stream
-from tests.commands import call
+from tests.commands import refused
 from traces.format import Trace
 from traces.importers.tokenizers import Words
 
@@ -26,16 +26,6 @@ ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = {name: ROOT / "examples" / f"{name}.toml" for name in ("cpu-grpo", "cpu-ppo", "g6e-qwen3b-grpo")}
 
 Edit = Callable[[str], str]
-
-
-def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """The line with which the command ends."""
-    code, printed, err = call(train, arguments, capsys)
-    assert code == 2
-    assert printed == ""
-    assert err.count("\n") == 1
-    assert err.startswith("error: ")
-    return err.removeprefix("error: ")
 
 
 # ---- errors, before anything has been made
@@ -72,7 +62,7 @@ def test_config_errors_name_file_and_key(
     text = EXAMPLES["cpu-grpo"].read_text()
     path.write_text(edit(text))
     assert path.read_text() != text
-    assert refused(["--config", str(path), "--out", str(out)], capsys).startswith(f"{path}: {message}")
+    assert refused(train, ["--config", str(path), "--out", str(out)], capsys).startswith(f"{path}: {message}")
     assert not out.exists()
 
 
@@ -87,13 +77,13 @@ def test_config_errors_name_file_and_key(
 def test_option_errors(arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     given = ["--config", str(EXAMPLES["cpu-grpo"]), "--out", str(out), *arguments]
-    assert refused(given, capsys).startswith(message)
+    assert refused(train, given, capsys).startswith(message)
     assert not out.exists()
 
 
 def test_a_folder_with_a_run_is_not_written_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made(tmp_path / "checkpoints", 3)
-    line = refused(["--config", str(EXAMPLES["cpu-grpo"]), "--out", str(tmp_path)], capsys)
+    line = refused(train, ["--config", str(EXAMPLES["cpu-grpo"]), "--out", str(tmp_path)], capsys)
     assert line == f"--out {tmp_path}: holds a run; --resume goes on with it, or choose another folder\n"
 
 

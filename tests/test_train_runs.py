@@ -21,7 +21,7 @@ from rlhfless.types.plan import Plan
 from rlhfless.types.report import StepReport
 from rlhfless.types.workload import Workload
 from tests import ray_steps
-from tests.commands import call, edited
+from tests.commands import edited, refused
 from tests.profiles import tiny_profile
 from traces.format import Trace
 
@@ -29,16 +29,6 @@ ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = {name: ROOT / "examples" / f"cpu-{name}.toml" for name in ("grpo", "ppo")}
 COMMAND_S = 420.0
 """Longest wait for a command that starts engines (chosen: some ten times what it takes; machines are shared)."""
-
-
-def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """The line with which the command ends."""
-    code, printed, err = call(train, arguments, capsys)
-    assert code == 2
-    assert printed == ""
-    assert err.count("\n") == 1
-    assert err.startswith("error: ")
-    return err.removeprefix("error: ")
 
 
 REAL = [pytest.mark.slow, ray_steps.real]
@@ -181,7 +171,7 @@ class TestRuns:
             re.sub(rf"^{key} = .*$", f"{key} = {value}", (straight / "config.toml").read_text(), flags=re.M)
         )
         given = ["--config", str(path), "--model", str(tiny_model), "--out", str(straight / "out"), "--resume"]
-        assert message in refused(given, capsys)
+        assert message in refused(train, given, capsys)
 
     def test_reward_and_options_that_are_unknown(
         self, straight: Path, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -189,11 +179,11 @@ class TestRuns:
         text, path = (straight / "config.toml").read_text(), tmp_path / "config.toml"
         given = ["--config", str(path), "--model", str(tiny_model), "--out", str(tmp_path / "out")]
         path.write_text(text.replace("tests.ray_steps:by_length", "best"))
-        assert refused(given, capsys).startswith("learner.reward: reward 'best': known are gsm8k")
+        assert refused(train, given, capsys).startswith("learner.reward: reward 'best': known are gsm8k")
         path.write_text(text.replace("beta = 0.001", "betta = 0.001"))
-        assert refused(given, capsys).startswith("learner.grpo.betta: unknown; known are clip_low")
+        assert refused(train, given, capsys).startswith("learner.grpo.betta: unknown; known are clip_low")
         path.write_text(text.replace("beta = 0.001", "beta = -1.0"))
-        assert "beta -1.0 must be at least 0" in refused(given, capsys)
+        assert "beta -1.0 must be at least 0" in refused(train, given, capsys)
 
 
 class Keeps:
